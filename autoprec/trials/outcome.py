@@ -1,0 +1,90 @@
+"""The result of one trial, as data: it crosses processes and is stored in the study as JSON."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from autoprec.policy import Number
+
+__all__ = ["EndKind", "Outcome", "TrialSettings", "NonFinite"]
+
+EndKind = Literal[
+    "ok",
+    "out_of_memory",
+    "non_finite_loss",
+    "scale_collapsed",
+    "no_step_taken",
+    "non_finite_buffer",
+    "unsupported",
+    "timeout",
+    "crashed",
+    "user_error",
+]
+
+
+class TrialSettings(BaseModel):
+    """How a trial is run. Everything here decides the numbers and is part of the study's fingerprint.
+
+    `gpu` names the target for predicted throughput where the device is a CPU. `emulate` None means: on a CPU, yes.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: int = 0
+    device: str = "cpu"
+    emulate: bool | None = None
+    gpu: str = "a100-80"
+    warmup_steps: int = Field(default=8, ge=0)
+    measured_steps: int = Field(default=20, ge=1)
+    batchnorm_batches: int = Field(default=8, ge=0)
+    evaluate_under_policy: bool = False
+    anneal: bool = False
+    """Let the learning rate fall to zero over the run (verification); a task's own scheduler wins."""
+
+
+class NonFinite(BaseModel):
+    """The first place where a value was not finite."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    module: str
+    what: str
+
+
+class Outcome(BaseModel):
+    """What one trial gave. Numbers that were not obtained are None; no field is ever NaN or infinite."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    kind: EndKind
+    message: str = ""
+    step: int | None = None
+    peak_memory_bytes: Number | None = None
+    memory_by_category: dict[str, float] = Field(default_factory=dict)
+    throughput_samples_per_second: Number | None = None
+    accuracy: Number | None = None
+    eval_loss: Number | None = None
+    train_losses: list[float] = Field(default_factory=list)
+    num_steps_taken: int = 0
+    num_steps_skipped: int = 0
+    scale_history: list[float] = Field(default_factory=list)
+    grad_norms: list[float | None] = Field(default_factory=list)
+    """Norm of the unscaled gradients at each step; None where it was not finite."""
+    first_non_finite: NonFinite | None = None
+    stderr_tail: str = ""
+    traceback: str = ""
+    wall_seconds: float = 0.0
+    step_seconds_here: float | None = None
+    """Median time of a step on this machine, for planning; not the throughput of the target."""
+
+    @property
+    def is_ok(self) -> bool:
+        return self.kind == "ok"
+
+    @property
+    def skip_rate(self) -> float:
+        steps = self.num_steps_taken + self.num_steps_skipped
+        return self.num_steps_skipped / steps if steps else 0.0
