@@ -1,4 +1,4 @@
-"""Floating-point formats as a table. Values follow IEEE 754-2019 (binary16, binary32) and Intel's bfloat16 definition."""
+"""Floating-point formats as a table: IEEE 754-2019 binary16 and binary32, and Intel's definition of bfloat16."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class FrozenDict(dict[str, Any]):
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError("a policy is a frozen value; make a new one with policy.replace(...)")
 
-    __setitem__ = __delitem__ = update = setdefault = pop = popitem = clear = __ior__ = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = update = setdefault = pop = popitem = clear = __ior__ = _refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (FrozenDict, (dict(self),))
@@ -193,7 +193,8 @@ class Policy(_Frozen):
 
     `Policy(default="autocast", modules={"layer4.*": "fp32"}, dtype="fp16")`
 
-    `dtype` is the low precision of `autocast`. `grad_scaler` None means torch's defaults where the policy needs a scaler.
+    `dtype` is the low precision of `autocast`. `grad_scaler` None means torch's defaults where
+    a scaler is needed.
     """
 
     schema_version: int = SCHEMA_VERSION
