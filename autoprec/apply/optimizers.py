@@ -1,0 +1,109 @@
+"""The optimizer and the grad scaler of a policy."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from autoprec.errors import ApplyError, PrecisionWarning
+from autoprec.policy import GradScalerSettings, Policy
+
+__all__ = ["build_optimizer", "build_grad_scaler", "PolicyGradScaler"]
+
+
+def build_optimizer(
+    policy: Policy,
+    optimizer: type[torch.optim.Optimizer],
+    params: Iterable[Any],
+    **settings: Any,
+) -> torch.optim.Optimizer:
+    """Build `optimizer(params, **settings)` with the policy's eps and amsgrad where the class has them.
+
+    Groups in `params` and keyword arguments that state eps or amsgrad themselves keep theirs (with a warning). A state
+    dict loaded later keeps the policy's values too, and says what differed.
+    """
+    accepted = inspect.signature(optimizer).parameters
+    chosen = {key: value for key, value in _optimizer_settings(policy).items() if key in accepted}
+    for key in [key for key in chosen if key in settings and settings[key] != chosen[key]]:
+        message = f"{key}={settings[key]!r} was asked for; the policy says {chosen[key]!r}: keeping {settings[key]!r}"
+        warnings.warn(message, PrecisionWarning, stacklevel=2)
+    chosen = {key: value for key, value in chosen.items() if key not in settings}
+    built = optimizer(params, **settings, **chosen)
+    if chosen:
+        own = [{key: group[key] for key in chosen} for group in built.param_groups]
+        built.register_load_state_dict_post_hook(lambda loaded: _keep_settings(loaded, own))
+    return built
+
+
+def build_grad_scaler(policy: Policy, *, device: str | torch.device | None = None) -> PolicyGradScaler:
+    """Build the policy's grad scaler, switched off where the policy uses no FP16: one loop serves all policies.
+
+    Args:
+        device: where the model trains; None takes the current accelerator, else the CPU.
+
+    Raises:
+        ApplyError: the device is not there (torch's own scaler would switch itself off with no more than a warning).
+    """
+    if device is None:
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    kind = torch.device(device).type
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ApplyError("a grad scaler for 'cuda' was asked for and no CUDA device is there; allowed here: 'cpu'")
+    settings = policy.grad_scaler or GradScalerSettings()
+    return PolicyGradScaler(kind, enabled=policy.needs_grad_scaler, **settings.model_dump())
+
+
+class PolicyGradScaler(torch.amp.GradScaler):
+    """torch's GradScaler that keeps the policy's factors when an older state is loaded; the scale is the state's."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the scale and its growth tracker; say which of the policy's numbers the state would have changed."""
+        if not self.is_enabled():
+            return
+        if not state_dict:
+            message = "the state is of a grad scaler that was switched off; the policy's own starts afresh"
+            warnings.warn(message, PrecisionWarning, stacklevel=2)
+            return
+        own = {
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+        }
+        super().load_state_dict({**state_dict, **own})
+        changed = [f"{k} {state_dict[k]} -> {v}" for k, v in own.items() if state_dict.get(k, v) != v]
+        if changed:
+            message = f"kept the policy's grad scaler settings: {', '.join(changed)}"
+            warnings.warn(message, PrecisionWarning, stacklevel=2)
+
+
+def _optimizer_settings(policy: Policy) -> dict[str, Any]:
+    if policy.optimizer is None:
+        return {}
+    settings = {"eps": policy.optimizer.eps, "amsgrad": policy.optimizer.amsgrad}
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _keep_settings(optimizer: torch.optim.Optimizer, own: list[dict[str, Any]]) -> None:
+    changed: list[str] = []
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        for key, value in settings.items():
+            if group.get(key) != value:
+                changed.append(f"{key} {group.get(key)} -> {value}")
+                group[key] = value
+        if settings.get("amsgrad"):
+            _start_amsgrad(optimizer, group)
+    if changed:
+        message = f"kept the policy's optimizer settings: {', '.join(dict.fromkeys(changed))}"
+        warnings.warn(message, PrecisionWarning, stacklevel=3)
+
+
+def _start_amsgrad(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """A state saved without amsgrad has no maximum yet: it starts from the second moment that is there."""
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter, {})
+        if "exp_avg_sq" in state and "max_exp_avg_sq" not in state:
+            state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
