@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,26 +10,57 @@ import torch
 from torch import nn
 
 from autoprec.errors import TaskError
+from autoprec.tasks.source import TaskSource
 
-__all__ = ["Batch", "Task", "TargetShape"]
+__all__ = ["Batch", "Batches", "OneShot", "Task", "TargetShape"]
 
 Batch = Any
 """Whatever the task's own loss takes: a tensor, tuple, dict, named tuple or dataclass of tensors."""
 
-Batches = Sequence[Batch] | Callable[[], Iterable[Batch]]
-"""A list of ready batches, or a function that returns a fresh iterable of them each time it is called."""
+Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]
+"""Ready batches (a list, a loader), or a function that returns a fresh iterable of them each time it is called.
+
+Whatever is random in their order must come from the global random state: a trial seeds it before it opens them.
+"""
+
+
+class OneShot:
+    """An iterator that can be gone through again, since the batches it gave are kept."""
+
+    def __init__(self, iterator: Iterator[Batch]) -> None:
+        self._iterator = iterator
+        self._given: list[Batch] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        index = 0
+        while True:
+            if index == len(self._given):
+                try:
+                    self._given.append(next(self._iterator))
+                except StopIteration:
+                    return
+            yield self._given[index]
+            index += 1
 
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:
-    """The shape of the real run: memory and throughput are those of this shape. `make_batch` builds one batch of it."""
+    """The shape of the real run: memory and throughput are those of this shape.
+
+    Attributes:
+        make_batch: builds one batch of it.
+        batch_size: its number of samples.
+        description: for people, such as "128 x 3 x 224 x 224".
+        model: builds the model for it, where its parameters depend on the input size; None takes the task's.
+    """
 
     make_batch: Callable[[], Batch]
     batch_size: int
     description: str = ""
+    model: Callable[[], nn.Module] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
     """One training task.
 
@@ -38,10 +69,11 @@ class Task:
     Attributes:
         name: shown and stored; no path.
         model: builds a fresh model; called for each trial with the seed set.
-        train_batches: the training batches, restarted where they end.
+        train_batches: the training batches, restarted where they end; a one-shot iterator must give enough of them.
         eval_batches: held-out batches, all of them used, each weighted by its number of samples.
         loss: `loss(model, batch)` -> scalar tensor; calls the model itself.
         metric: `metric(model, batch)` -> mean over the batch (float or tensor); None takes the held-out loss, negated.
+        evaluate: `evaluate(model, batch)` -> (loss, metric) from one forward; None calls `loss` and `metric`.
         metric_name: what `accuracy` in the study means for this task.
         metric_direction: "maximize" or "minimize" (a metric to minimize is stored negated).
         optimizer: a class such as `torch.optim.AdamW`, or a function from parameters to an optimizer.
@@ -52,6 +84,7 @@ class Task:
         num_samples: samples in a batch; None takes the first dimension of its first tensor.
         target: the shape of the real run; None takes the first training batch.
         settings: what else decides the numbers (data set, sizes ...): part of the study's fingerprint, JSON values.
+        source: how another process builds this task; None where it cannot travel.
     """
 
     name: str
@@ -60,6 +93,7 @@ class Task:
     eval_batches: Batches
     loss: Callable[[nn.Module, Batch], torch.Tensor]
     metric: Callable[[nn.Module, Batch], torch.Tensor | float] | None = None
+    evaluate: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor | float]] | None = None
     metric_name: str = "accuracy"
     metric_direction: str = "maximize"
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
@@ -70,6 +104,7 @@ class Task:
     num_samples: Callable[[Batch], int] | None = None
     target: TargetShape | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    source: TaskSource | None = None
 
     def __post_init__(self) -> None:
         if self.metric_direction not in ("maximize", "minimize"):
@@ -78,3 +113,7 @@ class Task:
             )
         if self.accumulation_steps < 1:
             raise TaskError(f"task {self.name!r}: accumulation_steps is {self.accumulation_steps}; at least 1")
+        for name in ("train_batches", "eval_batches"):
+            batches = getattr(self, name)
+            if isinstance(batches, Iterator):
+                object.__setattr__(self, name, OneShot(batches))

@@ -1,0 +1,161 @@
+"""Batches of any shape: counting their samples, moving them, and going through them again and again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from autoprec.errors import TaskError
+from autoprec.tasks.protocol import Batch, Batches, OneShot
+
+__all__ = ["count_samples", "move_batch", "map_tensors", "open_batches", "BatchStream"]
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
+    """Apply `function` to every tensor in tuples, lists, mappings, named tuples and dataclasses.
+
+    Containers keep their class; where no tensor changed, the very same object comes back.
+    """
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        items = {key: map_tensors(function, value) for key, value in batch.items()}
+        return batch if _same(items.values(), batch.values()) else _like(batch, items)
+    if isinstance(batch, tuple | list):
+        parts = [map_tensors(function, part) for part in batch]
+        if _same(parts, batch):
+            return batch
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init}
+        changed = {key: map_tensors(function, value) for key, value in values.items()}
+        return batch if _same(changed.values(), values.values()) else dataclasses.replace(batch, **changed)
+    return batch
+
+
+def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    return all(a is b for a, b in zip(new, old, strict=True))
+
+
+def _like(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    try:
+        return type(batch)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
+
+
+def move_batch(batch: Batch, device: torch.device) -> Batch:
+    """Return the batch on `device`; a tensor that is already there is not copied."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        there = tensor.device.type == device.type and device.index in (None, tensor.device.index)
+        return tensor if there else tensor.to(device, non_blocking=True)
+
+    return map_tensors(move, batch)
+
+
+def count_samples(batch: Batch) -> int:
+    """Return the first dimension of the first tensor in the batch.
+
+    Raises:
+        TaskError: there is no tensor with a dimension in it.
+    """
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, batch)
+    sized = [tensor for tensor in found if tensor.ndim > 0]
+    if not sized:
+        raise TaskError(
+            f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension;"
+            " give the task num_samples=function(batch)"
+        )
+    return int(sized[0].shape[0])
+
+
+def open_batches(batches: Batches, *, name: str) -> Iterator[Batch]:
+    """Return a fresh iterator over a list, a loader or a function that returns either.
+
+    Raises:
+        TaskError: `batches` is none of these; `name` says which ones they are.
+    """
+    opened = batches() if callable(batches) else batches
+    if not isinstance(opened, Iterable):
+        what = "returned" if callable(batches) else "are"
+        raise TaskError(f"the {name} batches {what} {type(opened).__name__}; a list or an iterable is needed")
+    return iter(opened)
+
+
+class BatchStream:
+    """Training batches without end: restarted where they end, with a batch of one sample left out beside larger ones.
+
+    Args:
+        batches: what the task gives.
+        num_samples: counts the samples of one batch.
+        num_needed: how many will be asked for, for the message when a one-shot iterator runs out.
+        on_note: called once with a sentence about what was left out.
+
+    Raises (from `next`):
+        TaskError: there are no batches, or a one-shot iterator gave too few.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        *,
+        num_samples: Callable[[Batch], int] | None = None,
+        num_needed: int = 0,
+        on_note: Callable[[str], None] | None = None,
+    ) -> None:
+        self._batches = batches
+        self._num_samples = num_samples or count_samples
+        self._num_needed = num_needed
+        self._on_note = on_note
+        self._num_given = 0
+        self._num_opened = 0
+        self._largest = 0
+        self._iterator: Iterator[Batch] = iter(())
+
+    def __iter__(self) -> BatchStream:
+        return self
+
+    def __next__(self) -> Batch:
+        while True:
+            batch = self._next_raw()
+            size = self._num_samples(batch)
+            self._largest = max(self._largest, size)
+            if size > 1 or self._largest == 1:
+                self._num_given += 1
+                return batch
+            self._note("a training batch of one sample was left out: normalisation needs at least two")
+
+    def _next_raw(self) -> Batch:
+        for _ in range(2):
+            try:
+                return next(self._iterator)
+            except StopIteration:
+                if self._num_opened and isinstance(self._batches, OneShot):
+                    break
+                self._iterator = open_batches(self._batches, name="training")
+                self._num_opened += 1
+        raise self._too_few()
+
+    def _too_few(self) -> TaskError:
+        if self._num_given == 0:
+            return TaskError("there are 0 training batches: no data, or fewer samples than one batch with drop_last")
+        of = f" of {self._num_needed}" if self._num_needed else ""
+        return TaskError(
+            f"the training batches are a one-shot iterator that gave only {self._num_given}{of} batches;"
+            " give a list, a loader or a function that returns a fresh iterable"
+        )
+
+    def _note(self, text: str) -> None:
+        if self._on_note is not None:
+            self._on_note(text)
+            self._on_note = None
