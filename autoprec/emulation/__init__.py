@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from autoprec.emulation.arithmetic import HalfArithmetic
 from autoprec.emulation.autocast import cuda_autocast_rules
 
@@ -14,7 +16,7 @@ __all__ = ["emulate", "is_emulating", "cuda_autocast_rules"]
 
 class _Thread(threading.local):
     num_open = 0
-    num_arithmetic = 0
+    has_arithmetic = False
 
 
 _thread = _Thread()
@@ -27,24 +29,25 @@ def is_emulating() -> bool:
 
 @contextmanager
 def _arithmetic() -> Iterator[None]:
-    _thread.num_arithmetic += 1
+    if _thread.has_arithmetic:
+        yield
+        return
+    _thread.has_arithmetic = True
     try:
-        if _thread.num_arithmetic > 1:
+        with torch.compiler.set_stance("force_eager"), HalfArithmetic():
             yield
-        else:
-            with HalfArithmetic():
-                yield
     finally:
-        _thread.num_arithmetic -= 1
+        _thread.has_arithmetic = False
 
 
 @contextmanager
 def emulate(*, gpu_rules: bool = True, arithmetic: bool = True) -> Iterator[None]:
     """Reproduce a GPU's half precision on the CPU inside the context; contexts may be nested.
 
-    `gpu_rules`: CPU autocast follows CUDA's operator lists; holds for every thread of the process.
-    `arithmetic`: half products, convolutions and attention are computed in FP32 and rounded once; holds for this thread.
-    An inner context adds to an outer one and switches nothing off.
+    `gpu_rules`: CPU autocast follows CUDA's operator lists, in every thread of the process.
+    `arithmetic`: half products, convolutions and attention that this thread calls are computed in FP32 and rounded once.
+    An inner context adds to an outer one and switches nothing off. Compiled models run eagerly meanwhile. Tensors of
+    other devices, FP32 and FP64 are left alone.
     """
     with ExitStack() as stack:
         if gpu_rules:

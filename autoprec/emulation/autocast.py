@@ -1,163 +1,32 @@
-"""Kernels that give `torch.autocast("cpu")` CUDA's operator rules while a context is open.
+"""A context in which `torch.autocast("cpu")` follows CUDA's operator rules.
 
-They are registered for the dispatch key AutocastCPU, which every entry to an operator passes while CPU autocast is on:
-functions, methods, C++ composites, scripted code and recomputation. Registrations are process-global; whether autocast is
-on stays a matter of each thread.
+Kernels are registered for the dispatch key AutocastCPU, which every entry to an operator passes while CPU autocast is on:
+functions, methods, C++ composites, scripted code and recomputation. Registrations are process-global; whether autocast
+is on stays a matter of each thread.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch.library import Library, fallthrough_kernel
 
-from autoprec.emulation.rules import CUDNN_RECURRENT, LIKE_CUDA_ON_CPU, RULES, Policy
-from autoprec.emulation.weight_cache import cached_cast, follow_torch_cache
+from autoprec.emulation.kernels import Kernel, lower_precision, make_kernel
+from autoprec.emulation.rules import CUDNN_RECURRENT, LIKE_CUDA_ON_CPU, NEVER_ON_CPU, RULES
+from autoprec.emulation.weight_cache import follow_torch_cache
 from autoprec.errors import PrecisionWarning
 
-__all__ = ["cuda_autocast_rules", "has_cuda_rule"]
+__all__ = ["cuda_autocast_rules", "unknown_rules"]
 
-Kernel = Callable[..., Any]
 _KEY = "AutocastCPU"
-_KEY_SET = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-_below_autocast = torch._C._ExcludeDispatchKeyGuard
 _lock = threading.Lock()
 _num_open = 0
 _installed = ExitStack()
-
-
-def _is_eligible(value: object) -> bool:
-    return (
-        isinstance(value, torch.Tensor) and value.is_cpu and value.is_floating_point() and value.dtype != torch.float64
-    )
-
-
-def _map_tensors(value: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Cast an eligible tensor or those of a list; return everything else unchanged."""
-    if isinstance(value, torch.Tensor):
-        return cast(value) if _is_eligible(value) else value
-    if isinstance(value, (list, tuple)):
-        return [_map_tensors(item, cast) for item in value]
-    return value
-
-
-def _call(operator: Kernel, args: Any, kwargs: dict[str, Any], cast: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    return operator(*(_map_tensors(a, cast) for a in args), **{k: _map_tensors(v, cast) for k, v in kwargs.items()})
-
-
-def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype is torch.float32 else tensor.to(torch.float32)
-
-
-def _lower_precision(operator: torch._ops.OpOverload, *, use_cache: bool = True) -> Kernel:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype("cpu")
-
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dtype is dtype:
-                return tensor
-            return cached_cast(tensor, dtype) if use_cache else tensor.to(dtype)
-
-        with _below_autocast(_KEY_SET):
-            return _call(operator, args, kwargs, cast)
-
-    return kernel
-
-
-def _fp32(operator: torch._ops.OpOverload) -> Kernel:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _below_autocast(_KEY_SET):
-            return _call(operator, args, kwargs, _to_fp32)
-
-    return kernel
-
-
-def _fp32_set_opt_dtype(operator: torch._ops.OpOverload) -> Kernel:
-    arguments = operator._schema.arguments
-    position = next(i for i, argument in enumerate(arguments) if argument.name == "dtype")
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        given = args[position] if len(args) > position else kwargs.get("dtype")
-        with _below_autocast(_KEY_SET):
-            if given is None and _is_eligible(args[0]):
-                return operator(*args[:position], **{**kwargs, "dtype": torch.float32})
-            return operator(*args, **kwargs)
-
-    return kernel
-
-
-def _fp32_append_dtype(operator: torch._ops.OpOverload) -> Kernel:
-    overloads = {"Scalar": "ScalarOpt_dtype", "ScalarOpt_dim": "ScalarOpt_dim_dtype"}
-    target = getattr(torch.ops.aten.norm, overloads[operator._overloadname])
-    defaults = [argument.default_value for argument in operator._schema.arguments]
-
-    def kernel(*args: Any) -> Any:
-        dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
-        with _below_autocast(_KEY_SET):
-            return target(*args, *defaults[len(args) :], dtype=dtype)
-
-    return kernel
-
-
-def _widest(args: tuple[Any, ...], lower: torch.dtype) -> torch.dtype:
-    """Return FP32 where any eligible tensor is FP32, else `lower`; another half dtype beside them is refused."""
-    dtypes = {t.dtype for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if _is_eligible(t)}
-    if torch.float32 in dtypes:
-        return torch.float32
-    if dtypes - {lower}:
-        raise RuntimeError(f"autocast to {lower} cannot promote {', '.join(sorted(map(str, dtypes - {lower})))}")
-    return lower
-
-
-def _promote(operator: torch._ops.OpOverload) -> Kernel:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = _widest(args, torch.get_autocast_dtype("cpu"))
-        with _below_autocast(_KEY_SET):
-            return _call(operator, args, kwargs, lambda tensor: tensor.to(dtype))
-
-    return kernel
-
-
-def _banned(operator: torch._ops.OpOverload) -> Kernel:
-    name = operator._schema.name.removeprefix("aten::")
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"{name} is banned inside CUDA autocast: its input, a probability, under- or overflows in half precision. "
-            f"Use {name}_with_logits on the values before the sigmoid, or call {name} on FP32 inputs with autocast off."
-        )
-
-    return kernel
-
-
-def _fp32_input_dtype(operator: torch._ops.OpOverload) -> Kernel:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _below_autocast(_KEY_SET):
-            result = _call(operator, args, kwargs, _to_fp32)
-        dtype = args[0].dtype
-        return (
-            tuple(r.to(dtype) if r.is_floating_point() else r for r in result)
-            if isinstance(result, tuple)
-            else result.to(dtype)
-        )
-
-    return kernel
-
-
-_MAKERS: dict[Policy, Callable[[torch._ops.OpOverload], Kernel]] = {
-    Policy.LOWER_PRECISION: _lower_precision,
-    Policy.FP32: _fp32,
-    Policy.FP32_SET_OPT_DTYPE: _fp32_set_opt_dtype,
-    Policy.FP32_APPEND_DTYPE: _fp32_append_dtype,
-    Policy.PROMOTE: _promote,
-    Policy.BANNED: _banned,
-    Policy.FP32_INPUT_DTYPE: _fp32_input_dtype,
-}
 
 
 def _overload(name: str) -> torch._ops.OpOverload:
@@ -168,43 +37,78 @@ def _overload(name: str) -> torch._ops.OpOverload:
 
 
 def _names_with_kernel(key: str) -> set[str]:
-    return set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    """Return torch's and torchvision's own operators with a kernel for `key`; other packages' are left alone."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name for name in names if name.startswith(("aten::", "torchvision::"))}
 
 
-def has_cuda_rule(name: str) -> bool:
-    """Say whether the installed torch has an AutocastCUDA kernel for a qualified operator name."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA"))
+def unknown_rules() -> list[str]:
+    """Return the operators with an AutocastCUDA kernel in the installed torch that `RULES` does not name."""
+    return sorted(_names_with_kernel("AutocastCUDA") - RULES.keys())
 
 
 def _kernels() -> dict[str, Kernel]:
     """Resolve qualified operator name -> kernel for the installed torch."""
     cuda, cpu = _names_with_kernel("AutocastCUDA"), _names_with_kernel(_KEY)
-    if unknown := sorted(cuda - RULES.keys()):
-        warnings.warn(
-            f"CUDA autocast of torch {torch.__version__} has rules that the emulation does not know: {', '.join(unknown)}",
-            PrecisionWarning,
-            stacklevel=2,
-        )
     kernels = dict.fromkeys(sorted(cpu - LIKE_CUDA_ON_CPU), fallthrough_kernel)
-    ruled = (name for name in RULES if name in cuda and name not in LIKE_CUDA_ON_CPU & cpu)
-    kernels |= {name: _MAKERS[RULES[name]](_overload(name)) for name in ruled}
-    return kernels | {name: _lower_precision(_overload(name), use_cache=False) for name in CUDNN_RECURRENT}
+    for name, policy in RULES.items():
+        if name in cuda - NEVER_ON_CPU - (LIKE_CUDA_ON_CPU & cpu):
+            kernels[name] = make_kernel(_overload(name), policy)
+    return kernels | {name: lower_precision(_overload(name), use_cache=False) for name in CUDNN_RECURRENT}
+
+
+def _warn_of_unknown_rules() -> None:
+    if unknown := unknown_rules():
+        warnings.warn(
+            f"the emulation does not know these rules of CUDA autocast in torch {torch.__version__}; their "
+            f"operators keep the dtype of their inputs: {', '.join(unknown)}",
+            PrecisionWarning,
+            stacklevel=4,
+        )
+
+
+def _register(kernels: dict[str, Kernel]) -> ExitStack:
+    """Register kernels for the dispatch key; closing the returned stack gives torch its own back."""
+    libraries: dict[str, Library] = {}
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*[Oo]verrid")
+        for name, kernel in kernels.items():
+            namespace, _, rest = name.partition("::")
+            if namespace not in libraries:
+                libraries[namespace] = Library(namespace, "IMPL", _KEY)  # type: ignore[no-untyped-call]
+                stack.callback(libraries[namespace]._destroy)
+            libraries[namespace].impl(rest, kernel)  # type: ignore[no-untyped-call]
+        return stack.pop_all()
+
+
+@contextmanager
+def _fused_attention_off() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def _no_graph_across() -> Iterator[None]:
+    """Keep graphs compiled under one set of rules from being used under the other: nothing is compiled meanwhile."""
+    if "torch._dynamo" in sys.modules:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        return
+    yield  # torch.compile was never used; importing it costs seconds
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def _install() -> ExitStack:
+    _warn_of_unknown_rules()
     with ExitStack() as stack:
-        libraries: dict[str, Library] = {}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*[Oo]verrid")
-            for name, kernel in _kernels().items():
-                namespace, _, rest = name.partition("::")
-                if namespace not in libraries:
-                    libraries[namespace] = Library(namespace, "IMPL", _KEY)
-                    stack.callback(libraries[namespace]._destroy)
-                libraries[namespace].impl(rest, kernel)
-        stack.enter_context(follow_torch_cache())
-        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
+        stack.enter_context(_register(_kernels()))
+        for context in (follow_torch_cache(), _fused_attention_off(), _no_graph_across()):
+            stack.enter_context(context)
         return stack.pop_all()
 
 
@@ -212,8 +116,8 @@ def _install() -> ExitStack:
 def cuda_autocast_rules() -> Iterator[None]:
     """Let CPU autocast follow CUDA's operator lists, in every thread, until the last open context ends.
 
-    The fused inference path of nn.MultiheadAttention and nn.TransformerEncoderLayer is off meanwhile, as it is under CUDA
-    autocast. Nothing changes where autocast is off.
+    The fused inference path of nn.MultiheadAttention and nn.TransformerEncoderLayer is off meanwhile, as it is under
+    CUDA autocast, and compiled models run eagerly. Nothing changes where autocast is off.
     """
     global _num_open, _installed
     with _lock:
