@@ -74,6 +74,8 @@ class Outcome(BaseModel):
     grad_norms: list[float | None] = Field(default_factory=list)
     """Norm of the unscaled gradients at each step; None where it was not finite."""
     first_non_finite: NonFinite | None = None
+    notes: list[str] = Field(default_factory=list)
+    """What a reader must know of these numbers (batches left out, how an estimate was made)."""
     stderr_tail: str = ""
     traceback: str = ""
     wall_seconds: float = 0.0

@@ -1,0 +1,120 @@
+"""What a trial must not leave behind: random states, flags and memory are those of before."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+__all__ = ["RandomState", "RandomStream", "isolated", "seed_everything", "release"]
+
+
+class RandomState:
+    """The random states of Python, numpy, torch and the accelerator, at one moment."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if _cuda_is_live() else None
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+
+class RandomStream:
+    """A random state of its own, in force inside `with stream:`: what the model draws does not move the data."""
+
+    def __init__(self, seed: int) -> None:
+        outer = RandomState()
+        seed_everything(seed)
+        self._inner = RandomState()
+        outer.restore()
+
+    def __enter__(self) -> None:
+        self._outer = RandomState()
+        self._inner.restore()
+
+    def __exit__(self, *exception: object) -> None:
+        self._inner = RandomState()
+        self._outer.restore()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy, torch and every accelerator device."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Give back random states, torch's switches and its current dtype and device as they were."""
+    randomness = RandomState()
+    switches = [(write, read()) for read, write in _SWITCHES]
+    try:
+        yield
+    finally:
+        for write, value in switches:
+            write(value)
+        randomness.restore()
+
+
+def release(model: weakref.ref[nn.Module] | None, device: torch.device) -> None:
+    """See to it that a dropped model is really gone: collect reference cycles only where some still hold it."""
+    if model is not None and model() is not None:
+        gc.collect()
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _cuda_is_live() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return (lambda: getattr(holder, name), lambda value: setattr(holder, name, value))
+
+
+def _set_deterministic(state: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(state[0], warn_only=state[1])
+
+
+def _set_grad(enabled: bool) -> None:
+    torch.set_grad_enabled(enabled)
+
+
+def _set_anomaly(enabled: bool) -> None:
+    torch.autograd.set_detect_anomaly(enabled)
+
+
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, _set_grad),
+    (torch.get_num_threads, torch.set_num_threads),
+    (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        _set_deterministic,
+    ),
+    (torch.is_anomaly_enabled, _set_anomaly),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    _attribute(torch.backends.cudnn, "benchmark"),
+    _attribute(torch.backends.cudnn, "deterministic"),
+    _attribute(torch.backends.cuda.matmul, "fp32_precision"),
+    _attribute(
+        torch.backends.cudnn.conv,  # type: ignore[attr-defined]
+        "fp32_precision",
+    ),
+)

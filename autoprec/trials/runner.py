@@ -1,0 +1,259 @@
+"""One trial: a short, real training of a task under a policy, measured. A diverged or impossible one is a result."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoprec.apply import apply_policy, build_grad_scaler, remove_policy, suspend_policy
+from autoprec.emulation import emulate
+from autoprec.errors import TaskError
+from autoprec.policy import Kind, Number, Policy
+from autoprec.tasks.batches import BatchStream, move_batch
+from autoprec.tasks.protocol import Batch, Task
+from autoprec.training import TrainingStep
+from autoprec.trials.building import build_model, build_scheduler, build_task_optimizer
+from autoprec.trials.evaluation import estimate_batchnorm, evaluate
+from autoprec.trials.failures import TrialEnd, classify, describe, format_traceback
+from autoprec.trials.finiteness import find_in_buffers, find_in_forward, find_in_gradients
+from autoprec.trials.isolation import RandomState, RandomStream, isolated, release, seed_everything
+from autoprec.trials.outcome import NonFinite, Outcome, TrialSettings
+from autoprec.trials.target import target_figures
+
+__all__ = ["run_trial"]
+
+
+def run_trial(task: Task, policy: Policy, settings: TrialSettings) -> Outcome:
+    """Train the task for a few steps under `policy` and return what it gave.
+
+    Never raises for a trial that diverges or cannot run; what the task itself raises in FP32 is a `user_error` with its
+    traceback. Random states and torch's switches are put back, and nothing of the trial stays alive.
+
+    Raises:
+        KeyboardInterrupt: passed through.
+    """
+    started = time.perf_counter()
+    trial = _Trial(task, policy, settings)
+    with isolated():
+        outcome = trial.run()
+        if outcome.is_ok:
+            outcome = _with_target(outcome, task, policy, settings)
+    release(trial.reference, torch.device(settings.device))
+    return outcome.model_copy(update={"wall_seconds": time.perf_counter() - started})
+
+
+def _with_target(outcome: Outcome, task: Task, policy: Policy, settings: TrialSettings) -> Outcome:
+    try:
+        figures = target_figures(task, policy, settings)
+    except Exception as error:
+        return outcome.model_copy(
+            update={
+                "kind": classify(error, policy),
+                "message": f"at the target shape: {describe(error)}",
+                "traceback": format_traceback(error),
+            }
+        )
+    return outcome.model_copy(
+        update={
+            "peak_memory_bytes": figures.peak_memory_bytes,
+            "throughput_samples_per_second": figures.throughput_samples_per_second,
+            "memory_by_category": figures.memory_by_category,
+            "notes": [*outcome.notes, *figures.notes],
+        }
+    )
+
+
+@dataclass
+class _Trial:
+    """One training as it goes; what was seen until then survives a failure."""
+
+    task: Task
+    policy: Policy
+    settings: TrialSettings
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float | None] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    num_taken: int = 0
+    num_skipped: int = 0
+    step_number: int | None = None
+    non_finite: NonFinite | None = None
+    reference: weakref.ref[nn.Module] | None = None
+
+    def __post_init__(self) -> None:
+        self.device = torch.device(self.settings.device)
+        asked = self.settings.emulate
+        wanted = self.device.type == "cpu" if asked is None else asked
+        self.emulates = wanted and bool(self.policy.low_precisions)
+        self.num_steps = self.settings.warmup_steps + self.settings.measured_steps
+        self.data = RandomStream(self.settings.seed)
+
+    def run(self) -> Outcome:
+        model: nn.Module | None = None
+        try:
+            seed_everything(self.settings.seed)
+            model = build_model(self.task, self.device)
+            self.reference = weakref.ref(model)
+            with self._arithmetic():
+                self._train(model)
+            return self._ok(*self._evaluate(model))
+        except Exception as error:
+            return self._ended(error, model)
+        finally:
+            if model is not None:
+                _strip(model)
+
+    def _arithmetic(self) -> contextlib.AbstractContextManager[Any]:
+        return emulate() if self.emulates else contextlib.nullcontext()
+
+    def _train(self, model: nn.Module) -> None:
+        apply_policy(model, self.policy)
+        optimizer = build_task_optimizer(self.task, self.policy, model.parameters())
+        scheduler = build_scheduler(self.task, optimizer, num_steps=self.num_steps, anneal=self.settings.anneal)
+        step = TrainingStep(
+            optimizer,
+            grad_scaler=build_grad_scaler(self.policy, device=self.device),
+            accumulation_steps=self.task.accumulation_steps,
+            max_grad_norm=self.task.max_grad_norm,
+            schedulers=[] if scheduler is None else [scheduler],
+            model=model,
+            on_skip=lambda number: self._note_skip(model, number),
+        )
+        batches = self._batches(self.num_steps * self.task.accumulation_steps)
+        for number in range(1, self.num_steps + 1):
+            self.step_number = number
+            self._step(model, step, [self._next(batches) for _ in range(self.task.accumulation_steps)])
+        self._check_end(model, step)
+
+    def _step(self, model: nn.Module, step: TrainingStep, batches: list[Batch]) -> None:
+        started = time.perf_counter()
+        losses = []
+        result = None
+        for batch in batches:
+            randomness = RandomState()
+            loss = self.task.loss(model, batch)
+            losses.append(self._check_loss(loss, model, batch, randomness))
+            result = step(loss)
+        assert result is not None
+        self.seconds.append(time.perf_counter() - started)
+        self.losses.append(sum(losses) / len(losses))
+        self.grad_norms.append(result.grad_norm)
+        self.num_taken, self.num_skipped = step.num_steps_taken, step.num_steps_skipped
+        if result.scale is not None:
+            self.scales.append(result.scale)
+
+    def _check_loss(self, loss: Any, model: nn.Module, batch: Batch, randomness: RandomState) -> float:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+            raise TaskError(
+                f"task {self.task.name!r}: the loss is {type(loss).__name__}{shape}; a scalar tensor is needed"
+            )
+        value = float(loss.detach())
+        if math.isfinite(value):
+            return value
+        assert self.step_number is not None
+        self._check_buffers(model)
+        randomness.restore()
+        place = find_in_forward(model, lambda: self.task.loss(model, batch), step=self.step_number)
+        where = f"; first non-finite in module {place.module!r}" if place is not None else ""
+        raise TrialEnd("non_finite_loss", f"the loss is {value} at step {self.step_number}{where}", non_finite=place)
+
+    def _note_skip(self, model: nn.Module, number: int) -> None:
+        if self.non_finite is None:
+            self.non_finite = find_in_gradients(model, step=number)
+        self._check_buffers(model)
+
+    def _check_buffers(self, model: nn.Module) -> None:
+        assert self.step_number is not None
+        place = find_in_buffers(model, step=self.step_number)
+        if place is not None:
+            message = f"non-finite {place.what} at step {self.step_number}"
+            raise TrialEnd("non_finite_buffer", message, non_finite=place)
+
+    def _check_end(self, model: nn.Module, step: TrainingStep) -> None:
+        self._check_buffers(model)
+        if not step.had_gradient:
+            raise TaskError(
+                f"task {self.task.name!r}: no parameter of the optimizer got a gradient in {self.num_steps} steps"
+            )
+        if self.num_taken == 0:
+            scales = f" (loss scale {self.scales[0]:g} to {self.scales[-1]:g})" if self.scales else ""
+            message = f"no step was taken: all {self.num_skipped} had non-finite gradients{scales}"
+            raise TrialEnd("no_step_taken", message, non_finite=self.non_finite)
+
+    def _batches(self, num_needed: int) -> BatchStream:
+        def note(text: str) -> None:
+            if text not in self.notes:
+                self.notes.append(text)
+
+        return BatchStream(
+            self.task.train_batches, num_samples=self.task.num_samples, num_needed=num_needed, on_note=note
+        )
+
+    def _next(self, batches: BatchStream) -> Batch:
+        with self.data:
+            batch = next(batches)
+        return move_batch(batch, self.device)
+
+    def _evaluate(self, model: nn.Module) -> tuple[float, float]:
+        """Return held-out loss and metric: of the bare FP32 model, or under the policy where the settings say so."""
+        self.data = RandomStream(self.settings.seed)
+        under_policy = self.settings.evaluate_under_policy
+        with self._arithmetic() if under_policy else suspend_policy(model):
+            num_batches = self.settings.batchnorm_batches
+            batches = self._batches(num_batches)
+            estimate_batchnorm(model, self.task, (self._next(batches) for _ in range(num_batches)))
+            result = evaluate(model, self.task, device=self.device)
+        if not math.isfinite(result.loss):
+            raise TrialEnd("non_finite_loss", f"the held-out loss is {result.loss}")
+        if not math.isfinite(result.metric):
+            message = f"{self.task.metric_name} is {result.metric} on the held-out data while the loss is finite"
+            raise TrialEnd("non_finite_loss" if self.policy.low_precisions else "user_error", message)
+        return result.loss, result.metric
+
+    def _ok(self, loss: float, metric: float) -> Outcome:
+        kind: Kind = "emulated" if self.emulates else "measured"
+        return self._outcome(
+            kind="ok", accuracy=Number(value=metric, kind=kind), eval_loss=Number(value=loss, kind=kind)
+        )
+
+    def _ended(self, error: Exception, model: nn.Module | None) -> Outcome:
+        kind = classify(error, self.policy)
+        if isinstance(error, TrialEnd) and error.non_finite is not None:
+            self.non_finite = error.non_finite
+        shows_traceback = kind in ("user_error", "unsupported") and not isinstance(error, TrialEnd)
+        return self._outcome(
+            kind=kind,
+            message=describe(error, model),
+            step=self.step_number,
+            traceback=format_traceback(error) if shows_traceback else "",
+        )
+
+    def _outcome(self, **fields: Any) -> Outcome:
+        measured = self.seconds[self.settings.warmup_steps :]
+        return Outcome(
+            train_losses=self.losses,
+            grad_norms=self.grad_norms,
+            scale_history=self.scales,
+            num_steps_taken=self.num_taken,
+            num_steps_skipped=self.num_skipped,
+            first_non_finite=self.non_finite,
+            step_seconds_here=statistics.median(measured) if measured else None,
+            notes=self.notes,
+            **fields,
+        )
+
+
+def _strip(model: nn.Module) -> None:
+    """Break the reference cycles that an installed policy makes, so that the model dies with its last name."""
+    with contextlib.suppress(Exception):
+        remove_policy(model)

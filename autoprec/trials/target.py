@@ -1,0 +1,142 @@
+"""Memory and throughput of the target shape: measured where the device is a GPU, else computed and predicted."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import statistics
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from autoprec.apply import apply_policy, build_grad_scaler, read_structure
+from autoprec.estimates.step import estimate_step
+from autoprec.policy import Number, Policy, resolve_precisions
+from autoprec.tasks.batches import count_samples, move_batch, open_batches
+from autoprec.tasks.protocol import Batch, Task
+from autoprec.training import TrainingStep
+from autoprec.trials.building import build_model, build_task_optimizer, optimizer_function
+from autoprec.trials.isolation import release, seed_everything
+from autoprec.trials.outcome import TrialSettings
+
+__all__ = ["TargetFigures", "target_figures"]
+
+NUM_WARMUP_STEPS = 5
+NUM_TIMED_STEPS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFigures:
+    """What one optimizer step of the real run takes; plain data."""
+
+    peak_memory_bytes: Number
+    throughput_samples_per_second: Number
+    memory_by_category: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+_ESTIMATES: weakref.WeakKeyDictionary[Task, dict[str, TargetFigures]] = weakref.WeakKeyDictionary()
+
+
+def target_figures(task: Task, policy: Policy, settings: TrialSettings) -> TargetFigures:
+    """Return memory and throughput at the task's target shape, or at its first training batch where it has none.
+
+    On CUDA a few steps are timed and the peak is measured. Elsewhere one step is estimated for `settings.gpu`; equal
+    policies are estimated once.
+    """
+    device = torch.device(settings.device)
+    seed_everything(settings.seed)
+    if device.type == "cuda":
+        return _measure(task, policy, device)
+    model = build_model(task, device, build=_target_model(task))
+    cached = _ESTIMATES.setdefault(task, {})
+    key = _policy_key(model, policy, settings.gpu)
+    if key not in cached:
+        cached[key] = _estimate(model, task, policy, settings.gpu)
+    return cached[key]
+
+
+def _target_model(task: Task) -> Callable[[], nn.Module] | None:
+    return task.target.model if task.target is not None else None
+
+
+def _target_batch(task: Task) -> Batch:
+    if task.target is not None:
+        return task.target.make_batch()
+    return next(open_batches(task.train_batches, name="training"))
+
+
+def _policy_key(model: nn.Module, policy: Policy, gpu: str) -> str:
+    """A hash of the effective policy: rules that lead to the same precisions are the same."""
+    structure = read_structure(model)
+    parents = {name: name.rpartition(".")[0] if name else None for name in structure.modules}
+    precisions, _ = resolve_precisions(policy, parents)
+    optimizer = policy.optimizer.model_dump() if policy.optimizer is not None else None
+    text = json.dumps([gpu, policy.dtype, precisions, optimizer], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _estimate(model: nn.Module, task: Task, policy: Policy, gpu: str) -> TargetFigures:
+    estimate = estimate_step(
+        model,
+        lambda: _target_batch(task),
+        task.loss,
+        policy=policy,
+        optimizer=optimizer_function(task, policy),
+        accumulation_steps=task.accumulation_steps,
+        gpu=gpu,
+    )
+    return TargetFigures(
+        peak_memory_bytes=estimate.peak_memory_bytes,
+        throughput_samples_per_second=estimate.throughput_samples_per_second,
+        memory_by_category={name: float(size) for name, size in estimate.by_category.items()},
+        notes=tuple(estimate.notes),
+    )
+
+
+def _measure(task: Task, policy: Policy, device: torch.device) -> TargetFigures:
+    """Time steps with CUDA events after a warm-up; the peak is that of the timed steps, from a fresh reset."""
+    model = build_model(task, device, build=_target_model(task))
+    reference = weakref.ref(model)
+    apply_policy(model, policy)
+    batch = move_batch(_target_batch(task), device)
+    step = TrainingStep(
+        build_task_optimizer(task, policy, model.parameters()),
+        grad_scaler=build_grad_scaler(policy, device=device),
+        accumulation_steps=task.accumulation_steps,
+        max_grad_norm=task.max_grad_norm,
+        model=model,
+        report_norm=False,
+    )
+    events = [
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(NUM_TIMED_STEPS + 1)
+    ]
+    with torch.cuda.device(device):
+        for _ in range(NUM_WARMUP_STEPS):
+            _run_step(step, model, task, batch)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        events[0].record()
+        for event in events[1:]:
+            _run_step(step, model, task, batch)
+            event.record()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device)
+    milliseconds = [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+    samples = (task.num_samples or count_samples)(batch) * task.accumulation_steps
+    del model, step, batch
+    release(reference, device)
+    return TargetFigures(
+        peak_memory_bytes=Number(value=float(peak), kind="measured"),
+        throughput_samples_per_second=Number(value=samples / (statistics.median(milliseconds) / 1e3), kind="measured"),
+    )
+
+
+def _run_step(step: TrainingStep, model: nn.Module, task: Task, batch: Batch) -> None:
+    for _ in range(task.accumulation_steps):
+        step(task.loss(model, batch))
