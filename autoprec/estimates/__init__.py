@@ -1,0 +1,24 @@
+"""Memory computed and throughput predicted, without running: one training step under fake tensors, and a roofline."""
+
+from autoprec.estimates.gpus import GPUS, Gpu, gpu_by_name
+from autoprec.estimates.memory import MemoryBreakdown, peak_memory
+from autoprec.estimates.recording import StepRecording, StepSettings, record_step
+from autoprec.estimates.roofline import Roofline, StepTime, predict_time
+from autoprec.estimates.step import StepEstimate, estimate_step, real_peak
+
+__all__ = [
+    "GPUS",
+    "Gpu",
+    "MemoryBreakdown",
+    "Roofline",
+    "StepEstimate",
+    "StepRecording",
+    "StepSettings",
+    "StepTime",
+    "estimate_step",
+    "gpu_by_name",
+    "peak_memory",
+    "predict_time",
+    "real_peak",
+    "record_step",
+]

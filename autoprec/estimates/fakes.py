@@ -1,0 +1,105 @@
+"""A model and a batch as fake tensors: same shapes, strides and dtypes, no memory; the originals are not touched."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from autoprec.errors import TaskError
+from autoprec.estimates.batches import map_tensors
+
+__all__ = ["fake_mode", "fake_copy", "fake_batch", "untouched_randomness", "cuda_attention"]
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which operators work on shapes alone; a real tensor that a model holds on the side is lifted."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Return a deep copy of `model` whose parameters, buffers and plain tensor attributes are fake CPU tensors.
+
+    Raises:
+        TaskError: the model cannot be deep-copied.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TaskError(f"{type(module).__name__}: a scripted module does not run under fake tensors")
+        held = [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
+        for tensor in held:
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
+                memo[id(tensor)] = _fake(tensor, mode)
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise TaskError(f"{type(model).__name__}: cannot be deep-copied ({error})") from error
+
+
+def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
+    """Return the batch with fake CPU tensors; a function without arguments is called under the mode to make it."""
+    if callable(batch) and not isinstance(batch, torch.Tensor):
+        with mode:
+            batch = batch()
+    return map_tensors(batch, lambda tensor: _fake(tensor, mode))
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    fake: torch.Tensor = mode.from_tensor(tensor)
+    if fake.device.type == "cpu":
+        return fake
+    with torch.no_grad(), mode:
+        moved = fake.to("cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    return moved.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def untouched_randomness() -> Iterator[None]:
+    """Give the random states of Python, NumPy (where loaded) and torch's CPU generator back at the end."""
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def cuda_attention() -> Iterator[None]:
+    """Let `scaled_dot_product_attention` be planned without dropout, for the length of the context.
+
+    CUDA's fused attention draws dropout inside the kernel and keeps no mask; the CPU has a fused kernel only without
+    dropout and would be charged for the whole matrix of probabilities. Process-wide: not for real training.
+    """
+    original: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
+
+    def without_dropout(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    F.scaled_dot_product_attention = without_dropout
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
