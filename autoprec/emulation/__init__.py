@@ -45,7 +45,7 @@ def emulate(*, gpu_rules: bool = True, arithmetic: bool = True) -> Iterator[None
     """Reproduce a GPU's half precision on the CPU inside the context; contexts may be nested.
 
     `gpu_rules`: CPU autocast follows CUDA's operator lists, in every thread of the process.
-    `arithmetic`: half products, convolutions and attention that this thread calls are computed in FP32 and rounded once.
+    `arithmetic`: half products, convolutions and attention called by this thread are computed in FP32, rounded once.
     An inner context adds to an outer one and switches nothing off. Compiled models run eagerly meanwhile. Tensors of
     other devices, FP32 and FP64 are left alone.
     """

@@ -1,8 +1,8 @@
 """A context in which `torch.autocast("cpu")` follows CUDA's operator rules.
 
-Kernels are registered for the dispatch key AutocastCPU, which every entry to an operator passes while CPU autocast is on:
-functions, methods, C++ composites, scripted code and recomputation. Registrations are process-global; whether autocast
-is on stays a matter of each thread.
+Kernels are registered for the dispatch key AutocastCPU, which every entry to an operator passes while CPU autocast is
+on: functions, methods, C++ composites, scripted code and recomputation. Registrations are process-global; whether
+autocast is on stays a matter of each thread.
 """
 
 from __future__ import annotations

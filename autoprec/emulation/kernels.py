@@ -1,7 +1,7 @@
 """One kernel for each policy of CUDA autocast, for operators called with CPU tensors.
 
-A kernel casts what the policy says and calls its operator below autocast, so that the casts are recorded by autograd and
-composites do not meet autocast a second time.
+A kernel casts what the policy says and calls its operator below autocast: autograd records the casts, and composites do
+not meet autocast a second time.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def _is_eligible(value: object) -> bool:
 
 
 def _map_tensors(value: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Cast an eligible tensor or those of a list; return everything else unchanged."""
+    """Cast an eligible tensor or those of a list or tuple; return everything else unchanged."""
     if isinstance(value, torch.Tensor):
         return cast(value) if _is_eligible(value) else value
     if isinstance(value, (list, tuple)):
-        return [_map_tensors(item, cast) for item in value]
+        items = [_map_tensors(item, cast) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
     return value
 
 
