@@ -1,70 +1,81 @@
 """What runs at a module's forward once a policy is installed: the root, regions, and members of half regions.
 
-Installed as `module.forward = functools.partial(run_..., module, region)`: a module-level function with plain data, so
+Installed as `module.forward = PolicyForward(run_..., module, region)`: a module-level function with plain data, so
 that the whole model pickles, copies, compiles and exports. While torch.compile or torch.export traces, the caches, the
 locks and the thread-local state are left out: the compiler merges equal casts by itself.
 """
 
 from __future__ import annotations
 
-import threading
+import functools
+import inspect
+import sys
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoprec.apply.casts import CastCache
+from autoprec.apply.fastpath import WITHOUT_FASTPATH
 from autoprec.apply.losses import FP32Losses
-from autoprec.apply.shadow import CastCache, Shadow
-from autoprec.apply.trees import Copies, cast_tree, first_tensor
+from autoprec.apply.shadow import Member, Shadow, TracedShadow
+from autoprec.apply.state import LOCAL, Entered, Lock, autocast, device_type_of
+from autoprec.apply.trees import Copies, cast_tree
 from autoprec.emulation import is_emulating
-from autoprec.errors import PrecisionWarning
+from autoprec.errors import ApplyError, PrecisionWarning
 from autoprec.policy import Policy, Precision
 
-__all__ = ["Region", "Root", "run_root", "run_region", "num_regions_entered", "num_weight_casts"]
+__all__ = ["PolicyForward", "Region", "Root", "run_region", "run_root"]
+
+_MODULE_FILE = nn.Module.__call__.__code__.co_filename
+_task = torch._C._current_graph_task_id
 
 
-class Lock:
-    """A re-entrant lock that copies and pickles as a new one."""
+class PolicyForward(functools.partial[Any]):
+    """The forward of a module under a policy; shows the signature of the forward that it stands for."""
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Lock, ())
+    @property
+    def __signature__(self) -> inspect.Signature:
+        module, state = self.args
+        region: Region = state.region if isinstance(state, Root) else state
+        return inspect.signature(region.inner or type(module).forward.__get__(module))
 
 
 @dataclass(eq=False)
 class Region:
-    """How one module computes."""
+    """How one module computes.
+
+    Attributes:
+        dtype: of floating inputs for fp32, fp16 and bf16; the autocast dtype for autocast.
+        inner: the user's own instance forward, given back by remove_policy; None for the class's.
+        members: the modules whose weights are cast when the region is entered; empty where there is nothing to cast.
+        own: those of them that a call inside the region looks at again: this module and its children without a call.
+        runs: for an nn.Sequential of several precisions: neighbours of equal precision are one region.
+        keeps_output: leave outputs as they are: at the root, and where a loss is computed inside.
+        writes_input: the forward is known to change its input in place.
+    """
 
     precision: Precision
     dtype: torch.dtype
-    """The dtype of floating inputs for fp32, fp16 and bf16; the autocast dtype for autocast."""
     inner: Callable[..., Any] | None = None
-    """The user's own instance forward, given back by remove_policy; None for the class's."""
     lock: Lock = field(default_factory=Lock)
-    members: list[tuple[nn.Module, set[str]]] = field(default_factory=list)
-    """The modules whose weights are cast when the region is entered, this one first, each with the names of the buffers
-    that its forward writes to; empty where there is nothing to cast."""
-    owns_tensors: bool = False
+    members: list[Member] = field(default_factory=list)
+    own: list[Member] = field(default_factory=list)
     runs: list[tuple[list[str], Region]] | None = None
-    """For an nn.Sequential of several precisions: neighbours of equal precision are one region."""
-    protect_losses: bool = False
+    keeps_output: bool = False
+    writes_input: bool = False
+    protects_losses: bool = False
     without_fastpath: bool = False
+    key: str = field(init=False)
+    is_special: bool = field(init=False)
 
-    @property
-    def key(self) -> tuple[str, torch.dtype]:
-        return (self.precision, self.dtype)
+    def __post_init__(self) -> None:
+        self.key = f"{self.precision} {self.dtype}"
+        self.is_special = self.runs is not None or self.protects_losses or self.without_fastpath
 
 
 @dataclass(eq=False)
@@ -76,200 +87,170 @@ class Root:
     uses_autocast: bool
     uses_fp16: bool
     autocast_dtype: torch.dtype
-
-
-class _Local(threading.local):
-    key: tuple[str, torch.dtype] | None = None
-    cache: CastCache | None = None
-    num_regions = 0
-    num_casts = 0
-
-
-_LOCAL = _Local()
-
-
-def num_regions_entered() -> int:
-    """Return how many regions the last root forward of this thread entered, the root's own included."""
-    return _LOCAL.num_regions
-
-
-def num_weight_casts() -> int:
-    """Return how many weights the last root forward of this thread cast for its half regions."""
-    return _LOCAL.num_casts
+    installed: list[tuple[nn.Module, PolicyForward]] = field(default_factory=list)
+    has_warned: bool = False
 
 
 def run_root(module: nn.Module, root: Root, /, *args: Any, **kwargs: Any) -> Any:
     """Run the root's forward under its policy; floating outputs come back in FP32."""
     if torch.compiler.is_compiling():
-        with _autocast_of_root(root, _device_type(module, args, kwargs)):
+        with _outermost(root, device_type_of(module, args, kwargs)):
             return cast_tree(run_region(module, root.region, *args, **kwargs), torch.float32)
-    device_type = _device_type(module, args, kwargs)
-    if root.uses_fp16 and device_type == "cpu" and not is_emulating():
-        message = "FP16 on a CPU is slow in torch; `with autoprec.emulate():` computes it in FP32 and rounds once"
-        warnings.warn(message, PrecisionWarning, stacklevel=4)
-    local = _LOCAL
-    outer = (local.key, local.cache)
-    local.key, local.cache = None, CastCache()
+    local = LOCAL
+    if local.root is root and local.task == _task():  # the root calls itself
+        return run_region(module, root.region, *args, **kwargs)
+    _refuse_copies(module, sys._getframe(1))
+    device_type = device_type_of(module, args, kwargs)
+    if root.uses_fp16 and not root.has_warned and device_type == "cpu":
+        _warn_of_slow_fp16(root)
+    outer = (local.key, local.task, local.root, local.cache, local.covered)
+    local.key, local.task, local.root, local.cache, local.covered = "", _task(), root, CastCache(), frozenset()
     local.num_regions = 0
-    autocast = _autocast_of_root(root, device_type)
-    clear = not isinstance(autocast, nullcontext)
+    context = _outermost(root, device_type)
+    clears = type(context) is not nullcontext
     try:
-        if clear:
+        if clears:
             torch.clear_autocast_cache()
-        with autocast:
+        with context:
             output = run_region(module, root.region, *args, **kwargs)
         return cast_tree(output, torch.float32)
     finally:
-        if clear:
+        if clears:
             torch.clear_autocast_cache()
-        local.num_casts = local.cache.num_casts if local.cache else 0
-        local.key, local.cache = outer
+        local.num_casts = local.cache.num_casts
+        local.key, local.task, local.root, local.cache, local.covered = outer
 
 
 def run_region(module: nn.Module, region: Region, /, *args: Any, **kwargs: Any) -> Any:
     """Run one module's forward in its precision; nothing but input casts where that precision is in force already."""
     compiling = torch.compiler.is_compiling()
-    entered = not compiling and _LOCAL.key == region.key
+    local = LOCAL
+    entered = not compiling and local.key == region.key and local.task == _task()
     if region.precision == "autocast":
+        if entered and not region.is_special:
+            inner = region.inner
+            return type(module).forward(module, *args, **kwargs) if inner is None else inner(*args, **kwargs)
         if entered:
             return _call(module, region, args, kwargs)
-        with _context(region, _device_type(module, args, kwargs), compiling):
+        if not compiling:
+            _refuse_copies(module, sys._getframe(1))
+        with _context(region, device_type_of(module, args, kwargs), compiling):
             return _call(module, region, args, kwargs)
-    copies = Copies()
+    if not (entered or compiling):
+        _refuse_copies(module, sys._getframe(1))
+    copies = Copies(assume_written=region.writes_input if compiling else None)
     inputs = tuple([cast_tree(value, region.dtype, copies) for value in args])
-    named = {name: cast_tree(value, region.dtype, copies) for name, value in kwargs.items()}
-    context = nullcontext() if entered else _context(region, _device_type(module, args, kwargs), compiling)
-    with context:
-        output = _call_shadowed(module, region, inputs, named, whole=not entered)
-    if copies.pairs:
+    named = {name: cast_tree(value, region.dtype, copies) for name, value in kwargs.items()} if kwargs else kwargs
+    if entered:
+        output = _call_shadowed(module, region, inputs, named)
+    else:
+        with _context(region, device_type_of(module, args, kwargs), compiling):
+            output = _call_shadowed(module, region, inputs, named)
+    if copies.pairs or copies.tensors:
         copies.write_back()
-    return output if entered else cast_tree(output, region.dtype)
+    return output if region.keeps_output else cast_tree(output, region.dtype)
 
 
 def _run_sequence(module: nn.Module, runs: list[tuple[list[str], Region]], value: Any) -> Any:
     """Run an `nn.Sequential`, entering each run of neighbours of one precision once."""
     compiling = torch.compiler.is_compiling()
     for names, run in runs:
-        children = [module._modules[name] for name in names if name in module._modules]
-        if compiling or len(children) == 1 or _LOCAL.key == run.key:
+        children: list[Any] = [module._modules[name] for name in names]
+        if compiling or len(children) == 1 or LOCAL.key == run.key:
             for child in children:
-                value = child(value)  # type: ignore[misc]
+                value = child(value)
             continue
-        with _context(run, _device_type(module, (value,), {}), compiling):
+        with _context(run, device_type_of(module, (value,), {}), compiling):
             if run.precision != "autocast":
                 value = cast_tree(value, run.dtype)
             for child in children:
-                value = child(value)  # type: ignore[misc]
+                value = child(value)
             if run.precision != "autocast":
                 value = cast_tree(value, run.dtype)
     return value
 
 
-class _Entered:
-    """The region's autocast state, recorded as the precision in force in this thread."""
-
-    __slots__ = ("autocast", "key", "outer")
-
-    def __init__(self, region: Region, device_type: str) -> None:
-        self.key = region.key
-        self.autocast = _autocast(device_type, region.dtype, region.precision == "autocast")
-
-    def __enter__(self) -> None:
-        self.outer = _LOCAL.key
-        _LOCAL.key = self.key
-        _LOCAL.num_regions += 1
-        self.autocast.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        self.autocast.__exit__(*exception)
-        _LOCAL.key = self.outer
+def _context(region: Region, device_type: str, compiling: bool) -> Any:
+    context = autocast(device_type, region.dtype, enabled=region.precision == "autocast")
+    return context if compiling else Entered(region.key, context)
 
 
-def _context(region: Region, device_type: str, compiling: bool) -> AbstractContextManager[Any]:
-    if compiling:
-        return _autocast(device_type, region.dtype, region.precision == "autocast")
-    return _Entered(region, device_type)
-
-
-def _autocast(device_type: str, dtype: torch.dtype, enabled: bool) -> AbstractContextManager[Any]:
-    if not torch.amp.is_autocast_available(device_type):
-        return nullcontext()
-    if enabled:
-        if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == dtype:
-            return nullcontext()
-        return torch.autocast(device_type, dtype=dtype)
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
-
-
-def _autocast_of_root(root: Root, device_type: str) -> AbstractContextManager[Any]:
+def _outermost(root: Root, device_type: str) -> Any:
     """The outermost context of a forward: it keeps the cache of casts for all autocast regions in it."""
-    if not torch.amp.is_autocast_available(device_type):
-        return nullcontext()
-    if root.uses_autocast:
+    if root.uses_autocast and "," not in device_type and torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, dtype=root.autocast_dtype, enabled=root.region.precision == "autocast")
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+    return autocast(
+        device_type, root.autocast_dtype, enabled=root.uses_autocast and root.region.precision == "autocast"
+    )
 
 
-def _call_shadowed(module: nn.Module, region: Region, args: Any, kwargs: Any, *, whole: bool) -> Any:
-    if not region.members or not (whole or region.owns_tensors):
+def _call_shadowed(module: nn.Module, region: Region, args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return _call_traced(module, region, args, kwargs) if region.members else _call(module, region, args, kwargs)
+    local = LOCAL
+    covered = local.covered
+    is_inside = id(module) in covered
+    members = region.own if is_inside else region.members
+    if not members:
         return _call(module, region, args, kwargs)
-    compiling = torch.compiler.is_compiling()
-    shadow = Shadow(region.dtype, None if compiling else _LOCAL.cache)
-    with nullcontext() if compiling else region.lock:
-        try:
-            for member, written in region.members if whole else region.members[:1]:
-                shadow.enter(member, written, skip_sharded=member is not module)
-            return _call(module, region, args, kwargs)
-        finally:
+    shadow = Shadow(region.dtype, local.cache)
+    try:
+        with region.lock:
+            for member in members:
+                shadow.enter(member, skip_sharded=member.module is not module)
+        if not is_inside:
+            local.covered = covered.union([id(member.module) for member in members], (id(module),))
+        return _call(module, region, args, kwargs)
+    finally:
+        local.covered = covered
+        with region.lock:
             shadow.leave()
 
 
+def _call_traced(module: nn.Module, region: Region, args: Any, kwargs: Any) -> Any:
+    shadow = TracedShadow(region.dtype)
+    try:
+        for member in region.members:
+            shadow.enter(member, skip_sharded=member.module is not module)
+        return _call(module, region, args, kwargs)
+    finally:
+        shadow.leave()
+
+
 def _call(module: nn.Module, region: Region, args: Any, kwargs: Any) -> Any:
-    if region.runs is not None and len(args) == 1 and not kwargs:
+    if not region.is_special:
+        inner = region.inner
+        return type(module).forward(module, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+    if region.runs is not None and len(args) == 1 and not kwargs and _is_whole(module, region.runs):
         return _run_sequence(module, region.runs, args[0])
-    if not (region.protect_losses or region.without_fastpath):
-        if region.inner is not None:
-            return region.inner(*args, **kwargs)
-        return type(module).forward(module, *args, **kwargs)
     with ExitStack() as stack:
-        if region.protect_losses and region.precision != "autocast":
+        if region.protects_losses:
             stack.enter_context(FP32Losses())
-        if region.without_fastpath and not torch.compiler.is_compiling():
-            stack.enter_context(_WITHOUT_FASTPATH)
+        if region.without_fastpath:
+            stack.enter_context(WITHOUT_FASTPATH)
         forward = region.inner or type(module).forward.__get__(module)
         return forward(*args, **kwargs)
 
 
-class _WithoutFastpath:
-    """Switch off the fused inference paths of torch's transformer layers, which skip their children; counts users."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_users = 0
-        self._before = True
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_users == 0:
-                self._before = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
-            self._num_users += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._num_users -= 1
-            if self._num_users == 0:
-                torch.backends.mha.set_fastpath_enabled(self._before)
+def _is_whole(module: nn.Module, runs: list[tuple[list[str], Region]]) -> bool:
+    """Whether the sequence still has the children that the policy was resolved for."""
+    return [name for names, _ in runs for name in names] == list(module._modules)
 
 
-_WITHOUT_FASTPATH = _WithoutFastpath()
+def _refuse_copies(module: nn.Module, caller: Any) -> None:
+    """Refuse a call from `nn.Module.__call__` of another module: a shallow copy that would run this one's weights."""
+    if caller.f_code.co_filename == _MODULE_FILE:
+        calling = caller.f_locals.get("self", module)
+        if calling is not module and type(calling) is type(module):
+            raise ApplyError(
+                f"this {type(calling).__name__} is a shallow copy (copy.copy, DataParallel, a clone of __dict__) of a "
+                "module with a policy and would run the original's weights; use copy.deepcopy, or remove_policy first "
+                "and apply_policy to the copy"
+            )
 
 
-def _device_type(module: nn.Module, args: Any, kwargs: Any) -> str:
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            return value.device.type
-    tensor = first_tensor(args, kwargs)
-    if tensor is None:
-        tensor = next(module.parameters(), None)
-    return "cpu" if tensor is None else tensor.device.type
+def _warn_of_slow_fp16(root: Root) -> None:
+    if not is_emulating():
+        root.has_warned = True
+        message = "FP16 on a CPU is slow in torch; `with autoprec.emulate():` computes it in FP32 and rounds once"
+        warnings.warn(message, PrecisionWarning, stacklevel=5)

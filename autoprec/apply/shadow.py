@@ -2,145 +2,245 @@
 
 A copy is put into the module's `__dict__`, which Python looks at before `nn.Module` looks into `_parameters`. Autograd
 carries the gradient of the copy to the master. Modules with running statistics keep their affine parameters and
-statistics; a buffer that the forward writes to is kept in FP32 from then on.
+statistics, and a buffer that the forward writes to stays FP32. Threads that run one module at the same time share the
+copies: the first puts them in, the last takes them out.
 """
 
 from __future__ import annotations
 
-import functools
+import warnings
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
-from autoprec.apply.trees import CASTABLE
+from autoprec.apply.casts import (
+    CastCache,
+    cast_weight,
+    keeps_running_statistics,
+    parametrizations,
+    plain_tensors,
+    version_of,
+    wants_cast,
+)
+from autoprec.errors import PrecisionWarning
 
-__all__ = ["CastCache", "Shadow", "keeps_running_statistics", "owns_tensors"]
+__all__ = ["Member", "Shadow", "TracedShadow"]
 
 _MISSING = object()
 
 
-class CastCache:
-    """Casts of weights made during one forward of the root: each weight is cast once, whoever uses it."""
+@dataclass(slots=True)
+class _Record:
+    """One substitution: `namespace[name]` is `substitute` as long as it stands."""
 
-    __slots__ = ("casts", "num_casts")
+    namespace: dict[str, Any]
+    name: str
+    original: Any
+    version: int
+    substitute: Any
+    is_plain: bool
+    is_buffer: bool = False
+    substitute_version: int = 0
 
-    def __init__(self) -> None:
-        self.casts: dict[tuple[int, torch.dtype, bool], tuple[torch.Tensor, int, torch.Tensor]] = {}
-        self.num_casts = 0
+    def stands_for(self, original: Any) -> bool:
+        return (
+            self.original is original
+            and self.version == version_of(original)
+            and self.namespace.get(self.name, _MISSING) is self.substitute
+        )
 
-    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        key = (id(tensor), dtype, torch.is_grad_enabled())
-        version = _version(tensor)
-        known = self.casts.get(key)
-        if known is not None and known[0] is tensor and known[1] == version:
-            return known[2]
-        self.num_casts += 1
-        cast = tensor.to(dtype)
-        self.casts[key] = (tensor, version, cast)
-        return cast
+    def put_in(self) -> None:
+        self.namespace[self.name] = self.substitute
 
-
-def keeps_running_statistics(module: nn.Module) -> bool:
-    """Whether the module keeps FP32 affine parameters and statistics beside half input and output."""
-    return isinstance(module, _NormBase) and module.running_mean is not None
+    def take_out(self) -> None:
+        if self.namespace.get(self.name, _MISSING) is not self.substitute:
+            return
+        if self.is_plain:
+            self.namespace[self.name] = self.original
+        else:
+            del self.namespace[self.name]
 
 
-def owns_tensors(module: nn.Module) -> bool:
-    """Whether the module itself holds a floating tensor that a half forward has to cast."""
-    if keeps_running_statistics(module):
-        return False
-    own = [*module._parameters.values(), *module._buffers.values(), *module.__dict__.values()]
-    return "parametrizations" in module._modules or any(isinstance(t, torch.Tensor) and _castable(t) for t in own)
+@dataclass(eq=False)
+class Member:
+    """One module whose weights a half region casts; `written` names the buffers that its forward writes to."""
+
+    module: nn.Module
+    written: set[str] = field(default_factory=set)
+    num_users: int = 0
+    records: dict[str, _Record] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module, "written": self.written, "num_users": 0, "records": {}}
 
 
 class Shadow:
-    """The substitutions of one forward; `enter` module by module, `leave` once."""
+    """The substitutions of one forward; `enter` module by module, `leave` once. Hold the model's lock around both."""
 
-    __slots__ = ("buffers", "cache", "dtype", "entries")
+    __slots__ = ("cache", "changes", "dtype", "members")
 
     def __init__(self, dtype: torch.dtype, cache: CastCache | None) -> None:
         self.dtype = dtype
         self.cache = cache
-        self.entries: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self.buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor, int, set[str]]] = []
+        self.members: list[Member] = []
+        self.changes: list[tuple[Member, str, _Record | None]] = []
 
-    def enter(self, module: nn.Module, written: set[str], *, skip_sharded: bool = False) -> None:
-        """Substitute the module's own floating tensors.
+    def enter(self, member: Member, *, skip_sharded: bool = False) -> None:
+        """Substitute the module's own floating tensors where that has not been done.
 
         Args:
-            written: names of buffers that the forward writes to; kept in FP32, and added to when one is found.
             skip_sharded: leave distributed tensors for the module's own forward, when they are gathered.
         """
+        module = member.module
         if keeps_running_statistics(module):
             return
-        own = module.__dict__
+        self.members.append(member)
+        member.num_users += 1
+        records, own = member.records, module.__dict__
         for name, parameter in module._parameters.items():
-            if parameter is not None and name not in own and self._wants(parameter, skip_sharded):
-                self._substitute(own, name, self._cast(parameter))
+            known = records.get(name)
+            if known is not None and known.stands_for(parameter):
+                continue
+            if (known is not None or name not in own) and wants_cast(parameter, self.dtype, skip_sharded):
+                self._substitute(member, own, name, parameter, self._cast(parameter))
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in own and name not in written and self._wants(buffer, skip_sharded):
-                cast = buffer.to(self.dtype)
-                self._substitute(own, name, cast)
-                self.buffers.append((module, name, buffer, cast, _version(cast), written))
-        for name in [name for name, value in own.items() if isinstance(value, torch.Tensor)]:
-            if name not in module._parameters and name not in module._buffers and self._wants(own[name], skip_sharded):
-                self._substitute(own, name, self._cast(own[name]))
-        flat_weights = own.get("_flat_weights")
-        if isinstance(flat_weights, list) and isinstance(module, nn.RNNBase):
-            self._substitute(own, "_flat_weights", [self._cast(w) if self._wants(w) else w for w in flat_weights])
+            known = records.get(name)
+            if name in member.written or (known is not None and known.stands_for(buffer)):
+                continue
+            if (known is not None or name not in own) and wants_cast(buffer, self.dtype, skip_sharded):
+                self._substitute(member, own, name, buffer, buffer.to(self.dtype), is_buffer=True)
+        for name in plain_tensors(module):
+            if wants_cast(own[name], self.dtype, skip_sharded):
+                self._substitute(member, own, name, own[name], self._cast(own[name]), is_plain=True)
+        if isinstance(module, nn.RNNBase):
+            self._enter_recurrent(member, module)
         if "parametrizations" in module._modules:
-            for parametrization in module._modules["parametrizations"].children():  # type: ignore[union-attr]
-                if "forward" not in parametrization.__dict__:
-                    call = functools.partial(_cast_computed, parametrization, self.dtype)
-                    self._substitute(parametrization.__dict__, "forward", call)
+            for name, namespace, call in parametrizations(module, self.dtype):
+                self._substitute(member, namespace, "forward", None, call, key=f"parametrizations.{name}")
+
+    def _enter_recurrent(self, member: Member, module: nn.RNNBase) -> None:
+        """Give a recurrent layer its list of half weights, and references to them so that it does not rebuild it."""
+        own = module.__dict__
+        flat = own.get("_flat_weights")
+        if not isinstance(flat, list) or not any(wants_cast(weight, self.dtype) for weight in flat):
+            return
+        weights = [getattr(module, name, None) for name in module._flat_weights_names]
+        references = [ref(weight) if weight is not None else None for weight in weights]
+        self._substitute(member, own, "_flat_weights", flat, weights, is_plain=True)
+        if "_flat_weight_refs" in own:
+            self._substitute(member, own, "_flat_weight_refs", own["_flat_weight_refs"], references, is_plain=True)
+        if weights and weights[0] is not None and weights[0].is_cuda:
+            module.flatten_parameters()
 
     def leave(self) -> None:
         """Give everything back; carry over to the masters what the forward wrote into buffers."""
-        for namespace, name, original, substitute in reversed(self.entries):
-            if namespace.get(name, _MISSING) is not substitute:
-                continue
-            if original is _MISSING:
+        for member in self.members:
+            member.num_users -= 1
+        for member, key, before in reversed(self.changes):
+            if member.num_users and key in member.records:
+                _revert(member, key, before)
+        for member in self.members:
+            if not member.num_users:
+                for record in member.records.values():
+                    if record.is_buffer:
+                        _keep_writes(member, record)
+                    record.take_out()
+                member.records.clear()
+
+    def cast_weight(self, tensor: torch.Tensor) -> torch.Tensor:
+        return cast_weight(tensor, self.dtype) if self.cache is None else self.cache.cast(tensor, self.dtype)
+
+    def _substitute(
+        self,
+        member: Member,
+        namespace: dict[str, Any],
+        name: str,
+        original: Any,
+        substitute: Any,
+        *,
+        key: str | None = None,
+        is_plain: bool = False,
+        is_buffer: bool = False,
+    ) -> None:
+        version = version_of(original) if isinstance(original, torch.Tensor) else 0
+        after = version_of(substitute) if is_buffer else 0
+        record = _Record(namespace, name, original, version, substitute, is_plain, is_buffer, after)
+        self.changes.append((member, key or name, member.records.get(key or name)))
+        member.records[key or name] = record
+        record.put_in()
+
+
+class TracedShadow:
+    """The same substitutions while a compiler traces: no counting, no versions, casts that the compiler merges."""
+
+    __slots__ = ("added", "dtype", "plain")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.plain: list[tuple[dict[str, Any], str, Any]] = []
+        self.added: list[tuple[dict[str, Any], str]] = []
+
+    def enter(self, member: Member, *, skip_sharded: bool = False) -> None:
+        """Substitute the module's own floating tensors where that has not been done."""
+        module = member.module
+        if keeps_running_statistics(module):
+            return
+        own = module.__dict__
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if name not in own and name not in member.written and wants_cast(tensor, self.dtype, skip_sharded):
+                own[name] = tensor.to(self.dtype)
+                self.added.append((own, name))
+        for name in plain_tensors(module):
+            if wants_cast(own[name], self.dtype, skip_sharded):
+                self.plain.append((own, name, own[name]))
+                own[name] = own[name].to(self.dtype)
+        if isinstance(module, nn.RNNBase) and isinstance(flat := own.get("_flat_weights"), list):
+            self.plain.append((own, "_flat_weights", flat))
+            own["_flat_weights"] = [w.to(self.dtype) if wants_cast(w, self.dtype) else w for w in flat]
+        if "parametrizations" in module._modules:
+            for _, namespace, call in parametrizations(module, self.dtype):
+                namespace["forward"] = call
+                self.added.append((namespace, "forward"))
+
+    def leave(self) -> None:
+        """Give everything back."""
+        for namespace, name in self.added:
+            if name in namespace:
                 del namespace[name]
-            else:
-                namespace[name] = original
-        for module, name, buffer, cast, version, written in self.buffers:
-            current = module._buffers.get(name)
-            if current is buffer and _version(cast) != version:
-                with torch.no_grad():
-                    buffer.copy_(cast)
-                written.add(name)
-            elif current is not None and current is not buffer:
-                module._buffers[name] = current.to(buffer.dtype)
-                written.add(name)
-
-    def _wants(self, tensor: Any, skip_sharded: bool = False) -> bool:
-        return (
-            tensor is not None
-            and tensor.dtype in CASTABLE
-            and tensor.dtype != self.dtype
-            and not isinstance(tensor, (UninitializedParameter, UninitializedBuffer))
-            and not (skip_sharded and hasattr(tensor, "_local_tensor"))
-        )
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.dtype) if self.cache is None else self.cache.cast(tensor, self.dtype)
-
-    def _substitute(self, namespace: dict[str, Any], name: str, substitute: Any) -> None:
-        self.entries.append((namespace, name, namespace.get(name, _MISSING), substitute))
-        namespace[name] = substitute
+        for namespace, name, original in self.plain:
+            namespace[name] = original
 
 
-def _cast_computed(parametrization: nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    value: torch.Tensor = type(parametrization).forward(parametrization)
-    return value.to(dtype) if value.dtype in CASTABLE else value
+def _revert(member: Member, key: str, before: _Record | None) -> None:
+    """End a substitution made inside a wider one that is still standing."""
+    record = member.records[key]
+    if record.is_buffer:
+        _keep_writes(member, record)
+    record.take_out()
+    del member.records[key]
+    if before is not None and not before.is_plain and before.name not in before.namespace:
+        member.records[key] = before
+        before.put_in()
 
 
-def _castable(tensor: torch.Tensor) -> bool:
-    return is_lazy(tensor) or tensor.dtype in CASTABLE
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() or torch.compiler.is_compiling() else tensor._version
+def _keep_writes(member: Member, record: _Record) -> None:
+    """Carry over what the forward wrote though its code did not look like it; the buffer stays FP32 from then on."""
+    buffer: Any = record.original
+    cast: torch.Tensor = record.substitute
+    current = member.module._buffers.get(record.name)
+    if current is buffer and version_of(cast) == record.substitute_version:
+        return
+    with torch.no_grad():
+        if current is buffer:
+            buffer.copy_(torch.where(cast == buffer.to(cast.dtype), buffer, cast.to(buffer.dtype)))
+        elif current is not None:
+            member.module._buffers[record.name] = current.to(buffer.dtype)
+    member.written.add(record.name)
+    message = (
+        f"the forward of {type(member.module).__name__} writes to its buffer {record.name!r}; this first write was "
+        f"rounded to {str(cast.dtype).removeprefix('torch.')}, the buffer stays in {buffer.dtype} from now on"
+    )
+    warnings.warn(message, PrecisionWarning, stacklevel=2)

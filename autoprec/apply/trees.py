@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import types
+from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
-__all__ = ["CASTABLE", "cast_tree", "Copies", "first_tensor"]
+__all__ = ["CASTABLE", "Copies", "cast_tree", "first_tensor"]
 
 CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """What a precision may cast. float64, complex, integers and booleans never change."""
@@ -18,20 +20,34 @@ _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device
 
 
 class Copies:
-    """The mutable containers that a cast had to copy, so that edits made to the copies reach the caller's own."""
+    """What a cast had to copy, so that edits made to the copies reach the caller's own tensors and containers.
 
-    __slots__ = ("pairs",)
+    Args:
+        assume_written: take every cast tensor as written to; for tracing, where versions cannot be compared.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("assume_written", "pairs", "tensors")
+
+    def __init__(self, *, assume_written: bool | None = None) -> None:
+        self.assume_written = assume_written
         self.pairs: list[tuple[Any, Any, Any]] = []
+        self.tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+
+    def note(self, original: torch.Tensor, cast: torch.Tensor) -> None:
+        if self.assume_written is None:
+            if not cast.is_inference():
+                self.tensors.append((original, cast, cast._version))
+        elif self.assume_written:
+            self.tensors.append((original, cast, -1))
 
     def write_back(self) -> None:
-        """Carry every item that was set, replaced or deleted in a copy over to the original container."""
+        """Carry over in-place changes of cast tensors and items set, replaced or deleted in copied containers."""
+        for tensor, cast, version in self.tensors:
+            if version == -1 or cast._version != version:
+                tensor.copy_(cast)
         for original, copied, snapshot in self.pairs:
-            if isinstance(copied, list):
-                if len(copied) != len(snapshot) or any(a is not b for a, b in zip(copied, snapshot, strict=True)):
-                    kept = {id(cast): item for cast, item in zip(snapshot, list(original), strict=True)}
-                    original[:] = [kept.get(id(item), item) for item in copied]
+            if isinstance(copied, (list, deque)):
+                _write_back_sequence(original, copied, snapshot)
                 continue
             for key in [key for key in original if key not in copied]:
                 del original[key]
@@ -40,23 +56,41 @@ class Copies:
                     original[key] = item
 
 
+def _write_back_sequence(original: Any, copied: Any, snapshot: list[Any]) -> None:
+    if len(copied) == len(snapshot) and all(a is b for a, b in zip(copied, snapshot, strict=True)):
+        return
+    kept = {id(cast): item for cast, item in zip(snapshot, list(original), strict=True)}
+    items = [kept.get(id(item), item) for item in copied]
+    original.clear()
+    original.extend(items)
+
+
 def cast_tree(value: Any, dtype: torch.dtype, copies: Copies | None = None) -> Any:
     """Return `value` with its floating tensors in `dtype`; the same object where nothing changes.
 
-    Containers keep their class: tuples, named tuples, lists, mappings (dataclass-like ones too) and dataclasses.
+    Containers keep their class: tuples, named tuples, lists, deques, mappings (dataclass-like ones too), dataclasses
+    and simple namespaces. Without `copies` (outputs), a single FP32 number, such as a loss, is never narrowed.
     """
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype != dtype and value.dtype in CASTABLE else value
+        if value.dtype == dtype or value.dtype not in CASTABLE:
+            return value
+        if copies is None:
+            return value if value.ndim == 0 and dtype != torch.float32 else value.to(dtype)
+        cast = value.to(dtype)
+        copies.note(value, cast)
+        return cast
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple):
         return _cast_tuple(value, dtype, copies)
-    if isinstance(value, list):
-        return _cast_list(value, dtype, copies)
+    if isinstance(value, (list, deque)):
+        return _cast_sequence(value, dtype, copies)
     if isinstance(value, Mapping):
         return _cast_mapping(value, dtype, copies)
+    if isinstance(value, types.SimpleNamespace):
+        return _cast_attributes(value, list(vars(value)), dtype, copies)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _cast_dataclass(value, dtype, copies)
+        return _cast_attributes(value, [field.name for field in dataclasses.fields(value)], dtype, copies)
     return value
 
 
@@ -66,18 +100,21 @@ def _cast_tuple(value: tuple[Any, ...], dtype: torch.dtype, copies: Copies | Non
         return value
     if type(value) is tuple:
         return tuple(items)
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if hasattr(value, "_fields"):
+        return value._make(items)  # type: ignore[attr-defined]
+    return type(value)(items)
 
 
-def _cast_list(value: list[Any], dtype: torch.dtype, copies: Copies | None) -> Any:
+def _cast_sequence(value: Any, dtype: torch.dtype, copies: Copies | None) -> Any:
     items = [cast_tree(item, dtype, copies) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     if type(value) is list:
-        copied = items
+        copied: Any = items
     else:
         copied = copy.copy(value)
-        copied[:] = items
+        copied.clear()
+        copied.extend(items)
     if copies is not None:
         copies.pairs.append((value, copied, list(items)))
     return copied
@@ -90,19 +127,30 @@ def _cast_mapping(value: Mapping[Any, Any], dtype: torch.dtype, copies: Copies |
     if type(value) is dict:
         copied: Any = dict(items)
     elif isinstance(value, MutableMapping):
-        copied = copy.copy(value)
-        for key, item in items.items():
-            copied[key] = item
+        copied = _with_items(value, items)
+    elif isinstance(value, types.MappingProxyType):
+        return types.MappingProxyType(items)
     else:
-        return value
+        return type(value)(items)  # type: ignore[call-arg]
     if copies is not None:
         copies.pairs.append((value, copied, items))
     return copied
 
 
-def _cast_dataclass(value: Any, dtype: torch.dtype, copies: Copies | None) -> Any:
-    fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    items = {name: cast_tree(getattr(value, name), dtype, copies) for name in fields}
+def _with_items(value: MutableMapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Copy a mapping of any class; attributes that hold the same tensors (as model outputs have) follow the items."""
+    copied = copy.copy(value)
+    replaced = {id(value[key]): item for key, item in items.items() if value[key] is not item}
+    for key, item in items.items():
+        copied[key] = item
+    for name, attribute in list(getattr(copied, "__dict__", {}).items()):
+        if id(attribute) in replaced:
+            object.__setattr__(copied, name, replaced[id(attribute)])
+    return copied
+
+
+def _cast_attributes(value: Any, names: list[str], dtype: torch.dtype, copies: Copies | None) -> Any:
+    items = {name: cast_tree(getattr(value, name), dtype, copies) for name in names if hasattr(value, name)}
     changed = {name: item for name, item in items.items() if item is not getattr(value, name)}
     if not changed:
         return value
@@ -120,7 +168,7 @@ def first_tensor(*values: Any) -> torch.Tensor | None:
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
+    elif isinstance(value, (tuple, list, deque)):
         for item in value:
             yield from _tensors(item)
     elif isinstance(value, Mapping):

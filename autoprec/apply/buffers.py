@@ -1,0 +1,209 @@
+"""Find the buffers that a module's own code writes to: they stay FP32 in a half region. Reads code, runs none."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from autoprec.apply.trees import CASTABLE
+
+__all__ = ["written_buffers"]
+
+MAX_DEPTH = 3
+_EVERY = "*"
+_WRITERS = frozenset({"batch_norm", "instance_norm", "all_reduce", "broadcast", "reduce", "all_gather_into_tensor"})
+"""Functions that write into a tensor they are given, beside those whose name ends with an underscore."""
+_OWN_BUFFERS = frozenset({"buffers", "named_buffers"})
+_KNOWN: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+
+
+def written_buffers(module: nn.Module) -> set[str]:
+    """Return the names of the floating buffers that the module's class (or instance forward) may write to."""
+    names = {name for name, buffer in module._buffers.items() if buffer is not None and buffer.dtype in CASTABLE}
+    if not names:
+        return set()
+    found = set(_written_attributes(type(module)))
+    forward = module.__dict__.get("forward")
+    if forward is not None:
+        function = getattr(forward, "func", getattr(forward, "__func__", forward))
+        if isinstance(function, types.FunctionType):
+            found |= _Reader(type(module), 0).read(function, {})
+    return names if _EVERY in found else names & found
+
+
+def _written_attributes(cls: type[nn.Module]) -> frozenset[str]:
+    if cls in _KNOWN:
+        return _KNOWN[cls]
+    found: set[str] = set()
+    for base in cls.__mro__:
+        if base in (nn.Module, object):
+            continue
+        for name, member in list(vars(base).items()):
+            function = getattr(member, "__func__", member)
+            if isinstance(function, types.FunctionType) and name != "__init__":
+                found |= _Reader(cls, 0).read(function, {})
+    _KNOWN[cls] = frozenset(found)
+    return _KNOWN[cls]
+
+
+class _Reader(ast.NodeVisitor):
+    """Reads one function; `aliases` maps a local name to the attributes of self that it may stand for."""
+
+    def __init__(self, cls: type[nn.Module], depth: int) -> None:
+        self.cls = cls
+        self.depth = depth
+        self.written: set[str] = set()
+        self.aliases: dict[str, set[str]] = {}
+        self.self_name = ""
+        self.globals: dict[str, Any] = {}
+
+    def read(self, function: types.FunctionType, aliases: dict[str, set[str]], *, bound: bool = True) -> set[str]:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError, ValueError):
+            return _by_names(function)
+        parameters = function.__code__.co_varnames
+        self.self_name = parameters[0] if bound and function.__code__.co_argcount else ""
+        self.globals = function.__globals__
+        self.aliases = {name: set(values) for name, values in aliases.items()}
+        for _ in range(2):  # aliases made below their first use, in a loop
+            self.visit(tree)
+        return self.written
+
+    def base(self, node: ast.AST | None) -> set[str]:
+        """Return the attributes of self whose storage an expression may share."""
+        if isinstance(node, ast.Name):
+            return self.aliases.get(node.id, set())
+        if isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Name) and node.value.id == self.self_name and self.self_name:
+                return {_EVERY} if node.attr == "_buffers" else {node.attr}
+            return self.base(node.value) if node.attr in ("data", "T", "mT") else set()
+        if isinstance(node, (ast.Subscript, ast.Starred)):
+            return self.base(node.value)
+        if isinstance(node, (ast.Tuple, ast.List)):
+            return set().union(*(self.base(item) for item in node.elts))
+        if isinstance(node, ast.IfExp):
+            return self.base(node.body) | self.base(node.orelse)
+        if isinstance(node, ast.NamedExpr):
+            return self.base(node.value)
+        return self._base_of_call(node) if isinstance(node, ast.Call) else set()
+
+    def _base_of_call(self, node: ast.Call) -> set[str]:
+        name = _last_name(node.func)
+        if isinstance(node.func, ast.Name) and name == "getattr" and len(node.args) > 1 and self._is_self(node.args[0]):
+            return _constant(node.args[1])
+        if not isinstance(node.func, ast.Attribute):
+            return (
+                set().union(*(self.base(item) for item in node.args)) if name in ("zip", "list", "enumerate") else set()
+            )
+        if name in _OWN_BUFFERS and self._is_self(node.func.value):
+            return {_EVERY}
+        return self.base(node.func.value)
+
+    def _is_self(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id == self.self_name != ""
+
+    def _store(self, target: ast.AST, value: ast.AST | None) -> None:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            for item in target.elts:
+                self._store(item, value)
+        elif isinstance(target, ast.Name):
+            self.aliases.setdefault(target.id, set()).update(self.base(value))
+        elif isinstance(target, (ast.Attribute, ast.Subscript, ast.Starred)):
+            self.written |= self.base(target)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            self._store(target, node.value)
+        self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self._store(node.target, node.value)
+        self.generic_visit(node)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        self._store(node.target, node.value)
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self.written |= self.base(node.target)
+        self.generic_visit(node)
+
+    def visit_For(self, node: ast.For) -> None:
+        self._store(node.target, node.iter)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = _last_name(node.func)
+        writes = name.endswith("_") and not name.endswith("__")
+        if writes and isinstance(node.func, ast.Attribute):
+            self.written |= self.base(node.func.value)
+        if writes or name in _WRITERS:
+            self.written |= set().union(*(self.base(item) for item in [*node.args, *(k.value for k in node.keywords)]))
+        if name == "setattr" and len(node.args) > 1 and self._is_self(node.args[0]):
+            self.written |= _constant(node.args[1])
+        for keyword in node.keywords:
+            if keyword.arg == "out":
+                self.written |= self.base(keyword.value)
+        self._follow(node)
+        self.generic_visit(node)
+
+    def _follow(self, node: ast.Call) -> None:
+        """Read a called function of the user's own that is given buffers."""
+        given = [self.base(item) for item in node.args]
+        named = {k.arg: self.base(k.value) for k in node.keywords if k.arg is not None}
+        if self.depth >= MAX_DEPTH or not any([*given, *named.values()]):
+            return
+        function, bound = self._resolve(node.func)
+        if function is None or (function.__module__ or "").split(".")[0] == "torch":
+            return
+        parameters = function.__code__.co_varnames[: function.__code__.co_argcount][1 if bound else 0 :]
+        aliases = dict(zip(parameters, given, strict=False)) | {k: v for k, v in named.items() if v}
+        self.written |= _Reader(self.cls, self.depth + 1).read(function, aliases, bound=bound)
+
+    def _resolve(self, node: ast.AST) -> tuple[types.FunctionType | None, bool]:
+        found: Any = None
+        bound = False
+        if isinstance(node, ast.Name):
+            found = self.globals.get(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if self._is_self(node.value):
+                member = inspect.getattr_static(self.cls, node.attr, None)
+                bound = not isinstance(member, staticmethod)
+                found = getattr(member, "__func__", member)
+            elif isinstance(owner := self.globals.get(node.value.id), types.ModuleType):
+                found = vars(owner).get(node.attr)
+        found = inspect.unwrap(found) if callable(found) and not isinstance(found, type) else found
+        return (found, bound) if isinstance(found, types.FunctionType) else (None, False)
+
+
+def _last_name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _constant(node: ast.AST) -> set[str]:
+    return {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else {_EVERY}
+
+
+def _by_names(function: types.FunctionType) -> set[str]:
+    """Without source: every attribute named by code that also names an in-place method."""
+    names = set(_code_names(function.__code__))
+    in_place = any(name.endswith("_") and not name.endswith("__") for name in names) or names & _WRITERS
+    return names if in_place or names & {"setattr", "_buffers"} else set()
+
+
+def _code_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code_names(constant)
+
+
+Function = Callable[..., Any]
