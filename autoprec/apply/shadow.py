@@ -150,7 +150,7 @@ class Shadow:
                     record.take_out()
                 member.records.clear()
 
-    def cast_weight(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return cast_weight(tensor, self.dtype) if self.cache is None else self.cache.cast(tensor, self.dtype)
 
     def _substitute(
@@ -228,13 +228,14 @@ def _revert(member: Member, key: str, before: _Record | None) -> None:
 
 def _keep_writes(member: Member, record: _Record) -> None:
     """Carry over what the forward wrote though its code did not look like it; the buffer stays FP32 from then on."""
-    buffer: Any = record.original
+    buffer: torch.Tensor = record.original
     cast: torch.Tensor = record.substitute
     current = member.module._buffers.get(record.name)
-    if current is buffer and version_of(cast) == record.substitute_version:
+    is_same = current is buffer
+    if is_same and version_of(cast) == record.substitute_version:
         return
     with torch.no_grad():
-        if current is buffer:
+        if is_same:
             buffer.copy_(torch.where(cast == buffer.to(cast.dtype), buffer, cast.to(buffer.dtype)))
         elif current is not None:
             member.module._buffers[record.name] = current.to(buffer.dtype)
