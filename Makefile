@@ -1,0 +1,42 @@
+# Two commands do all the set-up: `make search` runs the main job, `make test` passes the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SEARCH ?= --model resnet50 --n-trials 8
+
+.PHONY: search test lint types pytest test-slow benchmarks clean
+
+search: $(VENV)/.installed
+	$(BIN)/autoprec search $(SEARCH)
+
+test: lint types pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+pytest: $(VENV)/.installed-dev
+	$(BIN)/pytest -m "not slow"
+
+# Heavier checks than the suite allows, and every figure that the documentation quotes.
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/pytest -m slow
+
+benchmarks: $(VENV)/.installed-dev
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
