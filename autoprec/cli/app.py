@@ -1,0 +1,53 @@
+"""The `autoprec` program: its commands, and how an error becomes one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from autoprec.errors import AutoprecError
+
+__all__ = ["main", "app"]
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="autoprec",
+    help="Find, prove and apply a per-layer precision policy for a PyTorch training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _options(
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the traceback of an error.")] = False,
+) -> None:
+    _State.verbose = verbose
+
+
+class _State:
+    verbose = False
+
+
+def main() -> None:
+    """Run the command line; an error of autoprec is one line on stderr and its exit code."""
+    from autoprec.cli import search, show
+
+    search.register(app)
+    show.register(app)
+    try:
+        app()
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except AutoprecError as error:
+        if _State.verbose:
+            traceback.print_exc()
+        else:
+            print(f"autoprec: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

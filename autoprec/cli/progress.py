@@ -1,0 +1,103 @@
+"""Progress of a search: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+
+from autoprec.report.quantities import show_accuracy, show_bytes, show_duration, show_throughput
+from autoprec.search.arms import FP32
+from autoprec.search.events import Events
+from autoprec.search.recommendation import Candidate, rank
+
+if TYPE_CHECKING:
+    from autoprec.policy import Policy
+    from autoprec.search.plan import SearchPlan
+    from autoprec.search.study import TrialRecord
+    from autoprec.trials.outcome import Outcome
+
+__all__ = ["Progress", "forecast"]
+
+
+class Progress(Events):
+    """Print what a search does; a context, so that the live line is always taken away."""
+
+    def __init__(self, console: Console, plan: SearchPlan) -> None:
+        self._console = console
+        self._plan = plan
+        self._status: Status | None = console.status("starting") if console.is_terminal else None
+        self._candidates: list[Candidate] = []
+        self._seconds: list[float] = []
+        self._num_runs = 0
+        self._num_done = 0
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def note(self, text: str) -> None:
+        self._line(text)
+
+    def trial_started(self, number: int, label: str, policy: Policy) -> None:
+        self._live(f"trial {number}: {label}")
+
+    def trial_finished(self, record: TrialRecord, *, num_finished: int, n_trials: int) -> None:
+        outcome = record.outcome
+        numbers = (
+            f"{show_bytes(outcome.peak_memory_bytes)}, {show_throughput(outcome.throughput_samples_per_second)}, "
+            f"accuracy {show_accuracy(outcome.accuracy)}"
+            if outcome.is_ok
+            else f"{outcome.kind}: {outcome.message}"[:160]
+        )
+        feasible = "" if record.is_feasible else " (infeasible)"
+        self._candidates += [Candidate(record.label, record.policy, record.key, outcome)] if record.is_feasible else []
+        self._line(f"[{num_finished}/{n_trials}] {record.label}{feasible}: {numbers}; best so far {self._best()}")
+        self._seconds.append(outcome.wall_seconds)
+        if record.arm == FP32:
+            left = n_trials - num_finished
+            self._line(f"time: {forecast(self._plan, num_trials=left, trial_seconds=outcome.wall_seconds)} from here")
+
+    def verification_planned(self, num_runs: int, num_done: int, num_steps: int) -> None:
+        self._num_runs, self._num_done = num_runs, num_done
+        if num_done < num_runs:
+            self._line(f"proof: {num_runs} runs of {num_steps} steps on unused seeds, {num_done} of them made before")
+
+    def verification_finished(self, arm: str, seed: int, outcome: Outcome) -> None:
+        self._num_done += 1
+        ending = f"accuracy {show_accuracy(outcome.accuracy)}" if outcome.is_ok else outcome.kind
+        self._line(f"[proof {self._num_done}/{self._num_runs}] {arm}, seed {seed}: {ending}")
+
+    def _best(self) -> str:
+        reference = next((c for c in self._candidates if c.name == FP32), None)
+        if reference is None:
+            return "-"
+        return rank(self._candidates, reference, self._plan.settings.prefer)[0].name
+
+    def _line(self, text: str) -> None:
+        self._console.print(escape(text), highlight=False)
+
+    def _live(self, text: str) -> None:
+        if self._status is not None:
+            elapsed = show_duration(time.monotonic() - self._started)
+            self._status.update(escape(f"{text} ({elapsed}; best so far {self._best()})"))
+
+
+def forecast(plan: SearchPlan, *, num_trials: int | None = None, trial_seconds: float | None = None) -> str:
+    """Say how long the trials and the proof will take, from the FP32 step timed before or a trial that was run."""
+    one = plan.trial_seconds if trial_seconds is None else trial_seconds
+    trials = one * (plan.settings.n_trials if num_trials is None else num_trials)
+    low, high = (show_duration(seconds) for seconds in plan.proof_seconds(one))
+    return f"about {show_duration(trials)} for the trials, then {low} to {high} for the proof"

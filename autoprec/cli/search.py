@@ -1,0 +1,181 @@
+"""`autoprec search`: run the study, prove the finalists, write policy.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoprec.cli.output import check_format
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autoprec.search.pipeline import SearchResult
+    from autoprec.search.plan import SearchPlan
+
+__all__ = ["register"]
+
+INCONCLUSIVE = 3
+GROUPS = {"task": "Task", "study": "Search", "output": "Output"}
+
+
+def register(app: typer.Typer) -> None:
+    app.command("search", help="Search the precision policy of a training task and prove it.")(_search)
+
+
+def _option(text: str, group: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=GROUPS[group], show_default=True)
+
+
+def _search(
+    model: Annotated[str, _option("A torchvision classification model.", "task", "--model")] = "resnet50",
+    weights: Annotated[str | None, _option("Start weights: DEFAULT or a file.", "task", "--weights")] = None,
+    data: Annotated[
+        str, _option("digits, mnist, cifar10:PATH, cifar100:PATH or imagefolder:PATH.", "task", "--data")
+    ] = "digits",
+    image_size: Annotated[int, _option("Pixels, in the trials.", "task", "--image-size")] = 32,
+    batch_size: Annotated[int, _option("Batch of the trials.", "task", "--batch-size")] = 32,
+    optimizer: Annotated[str, _option("adamw, adam or sgd.", "task", "--optimizer")] = "adamw",
+    lr: Annotated[float, _option("Learning rate.", "task", "--lr")] = 1e-3,
+    seed: Annotated[int, _option("Start weights, batch order and samples.", "task", "--seed")] = 0,
+    device: Annotated[str | None, _option("cpu or cuda; cuda where there is one.", "task", "--device")] = None,
+    gpu: Annotated[str, _option("Target of computed and predicted numbers.", "task", "--gpu")] = "a100",
+    target_image_size: Annotated[int, _option("Pixels of the real run.", "task", "--target-image-size")] = 224,
+    target_batch_size: Annotated[int, _option("Batch of the real run.", "task", "--target-batch-size")] = 128,
+    n_trials: Annotated[int, _option("Finished trials in all, the proof not counted.", "study", "--n-trials")] = 12,
+    sampler: Annotated[str, _option("tpe, nsga2, gp or random.", "study", "--sampler")] = "tpe",
+    space: Annotated[str | None, _option("default, cnn, transformer or a TOML file.", "study", "--space")] = None,
+    margin: Annotated[
+        float | None, _option("Accuracy below FP32 that counts as equal; fixed before.", "study", "--margin")
+    ] = None,
+    prefer: Annotated[str, _option("balanced, fastest or smallest.", "study", "--prefer")] = "balanced",
+    trial_timeout: Annotated[float, _option("Seconds after which a trial is ended.", "study", "--trial-timeout")] = 900,
+    storage: Annotated[str | None, _option("Optuna database URL; a file in the folder.", "study", "--storage")] = None,
+    study_name: Annotated[str | None, _option("Name of the study.", "study", "--study-name")] = None,
+    output: Annotated[Path | None, _option("Folder for the files.", "output", "-o", "--output")] = None,
+    format: Annotated[str, _option("text or json.", "output", "--format")] = "text",
+) -> None:
+    check_format(format)
+    settings = {
+        "n_trials": n_trials,
+        "sampler": sampler,
+        "prefer": prefer,
+        "space": space,
+        "storage": storage,
+        "study_name": study_name,
+        "output": output,
+    }
+    task = {
+        "model": model,
+        "weights": weights,
+        "data": data,
+        "image_size": image_size,
+        "batch_size": batch_size,
+        "optimizer": optimizer,
+        "lr": lr,
+        "seed": seed,
+        "target_image_size": target_image_size,
+        "target_batch_size": target_batch_size,
+    }
+    plan = _prepare(task, device=device, gpu=gpu, seed=seed, margin=margin, settings=settings)
+    result = _run(plan, trial_timeout=trial_timeout, to_stderr=format == "json")
+    _report(result, format=format)
+    raise typer.Exit(0 if result.is_conclusive else INCONCLUSIVE)
+
+
+def _prepare(
+    task: dict[str, Any], *, device: str | None, gpu: str, seed: int, margin: float | None, settings: dict[str, Any]
+) -> SearchPlan:
+    from autoprec.estimates.gpus import gpu_by_name
+    from autoprec.search.plan import SearchSettings, prepare_search, resolve_device
+    from autoprec.search.verification import Proof
+    from autoprec.tasks.source import TaskSource
+    from autoprec.trials.outcome import TrialSettings
+
+    trial = TrialSettings(seed=seed, device=resolve_device(device), gpu=gpu_by_name(gpu).name)
+    proof = Proof() if margin is None else Proof(margin=margin)
+    search = SearchSettings(proof=proof, **settings)
+    return prepare_search(TaskSource("vision", task).build(), trial=trial, settings=search)
+
+
+def _run(plan: SearchPlan, *, trial_timeout: float, to_stderr: bool) -> SearchResult:
+    from rich.console import Console
+
+    from autoprec.cli.progress import Progress
+    from autoprec.search.measuring import open_measure
+    from autoprec.search.pipeline import run_search
+
+    console = Console(stderr=to_stderr, highlight=False, emoji=False)
+    _announce(plan, console)
+    with Progress(console, plan) as progress, open_measure(plan.task, timeout_seconds=trial_timeout) as measure:
+        return run_search(plan, measure, events=progress)
+
+
+def _announce(plan: SearchPlan, console: Console) -> None:
+    from rich.markup import escape
+
+    from autoprec.cli.progress import forecast
+    from autoprec.search.arms import BASELINES
+
+    settings, proof, parameters = plan.settings, plan.settings.proof, plan.parameters
+    num_baselines = sum(arm.name in BASELINES for arm in plan.arms)
+    kind = "measured" if plan.target_is_here else "computed and predicted"
+    pinned = [decision for decision in plan.decisions if decision.is_pinned]
+    lines = [
+        f"task      {plan.task.name}, trained here on {plan.trial.device}"
+        + ("" if plan.target_is_here else " with FP16 emulated"),
+        f"target    {plan.task.target.description if plan.task.target else 'first batch'} on {plan.target} ({kind})",
+        f"space     {plan.space.name}: {plan.space.description}; {len(parameters.free_decisions)} decisions, "
+        f"{len(pinned)} pinned",
+        *(f"pinned    {d.name} to {d.choices[0]}: {'; '.join(d.reasons.values())}" for d in pinned[:10]),
+        f"trials    {settings.n_trials} in all: {num_baselines} baselines, up to {len(plan.arms) - num_baselines} warm "
+        f"starts, then {settings.sampler}; {plan.trial.warmup_steps + plan.trial.measured_steps} steps each",
+        f"proof     margin {proof.margin:g} of {plan.task.metric_name}, {proof.looks[0]} to {proof.max_seeds} seeds of "
+        f"{proof.num_steps} steps for each arm",
+        f"time      {forecast(plan)}",
+        f"study     {plan.study_name} in {plan.folder}",
+    ]
+    for line in lines:
+        console.print(escape(line))
+
+
+def _report(result: SearchResult, *, format: str) -> None:
+    import json
+
+    from rich.console import Console
+    from rich.markup import escape
+
+    from autoprec.report.tables import comparison_table
+    from autoprec.search.export import arm_evidence
+
+    evidence = result.policy.evidence
+    arms = evidence.arms if evidence is not None else arm_evidence(result.candidates, result.verification)
+    files = [str(result.folder / name) for name in ("policy.json", "front.json")]
+    if format == "json":
+        document = {
+            "study_name": result.plan.study_name,
+            "recommendation": {
+                "choice": result.choice.kind,
+                "name": result.choice.name,
+                "sentence": result.choice.sentence,
+                "provisional": result.choice.provisional,
+            },
+            "num_trials": sum(not record.is_cached for record in result.records),
+            "margin": result.verification.proof.margin,
+            "provable_margin": result.verification.provable_margin,
+            "arms": {name: arm.model_dump(mode="json", exclude_none=True) for name, arm in arms.items()},
+            "files": files,
+        }
+        print(json.dumps(document, indent=2, allow_nan=False))
+        return
+    console = Console(highlight=False, emoji=False)
+    console.print(comparison_table(arms, title=f"{result.plan.task.name} on {result.plan.target}"))
+    provable = result.verification.provable_margin
+    if provable is not None:
+        console.print(
+            f"margin {result.verification.proof.margin:g}; the smallest margin this proof could show is {provable:.4f}"
+        )
+    console.print(escape(result.choice.sentence))
+    console.print(escape(f"written: {', '.join(files)}"))

@@ -1,0 +1,88 @@
+"""Tables and trees for a terminal, built from data alone. Names are escaped: nothing in a file can style the output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rich.markup import escape
+from rich.table import Table
+from rich.tree import Tree
+
+from autoprec.policy import ArmEvidence, Number, Policy
+from autoprec.report.quantities import show_accuracy, show_bytes, show_ratio, show_throughput
+
+__all__ = ["comparison_table", "unit_tree", "evidence_lines"]
+
+ROWS: tuple[tuple[str, str, Callable[[Number | None], str]], ...] = (
+    ("peak memory", "peak_memory_bytes", show_bytes),
+    ("throughput", "throughput_samples_per_second", show_throughput),
+    ("accuracy (proof)", "accuracy", show_accuracy),
+)
+
+
+def comparison_table(arms: Mapping[str, ArmEvidence], *, reference: str = "fp32", title: str | None = None) -> Table:
+    """Return one column an arm; each number with its ratio to the reference and its kind."""
+    table = Table(title=None if title is None else escape(title), title_justify="left")
+    table.add_column("")
+    for name in arms:
+        table.add_column(escape(name), justify="right")
+    base = arms.get(reference)
+    for label, field, show in ROWS:
+        cells = []
+        for evidence in arms.values():
+            number: Number | None = getattr(evidence, field)
+            ratio = show_ratio(number, None if base is None else getattr(base, field))
+            kind = "" if number is None else number.kind
+            cells.append("\n".join(part for part in (f"{show(number)} {ratio}".strip(), kind) if part))
+        table.add_row(label, *cells)
+    table.add_row("proof", *(escape(evidence.note.partition(":")[0]) for evidence in arms.values()))
+    return table
+
+
+def unit_tree(policy: Policy, *, title: str) -> Tree:
+    """Return the units of the policy's evidence, or its rules where it has none, as a tree of module names."""
+    tree = Tree(escape(title))
+    units = policy.evidence.units if policy.evidence is not None else {}
+    lines = (
+        {name: f"{unit.precision}  {unit.reason}".rstrip() for name, unit in units.items()}
+        if units
+        else {rule: str(precision) for rule, precision in policy.modules.items()}
+    )
+    branches: dict[str, Tree] = {"": tree}
+    for name, text in lines.items():
+        _branch(branches, name.rpartition(".")[0]).add(f"[bold]{escape(name.rpartition('.')[2])}[/]  {escape(text)}")
+    return tree
+
+
+def _branch(branches: dict[str, Tree], name: str) -> Tree:
+    if name not in branches:
+        parent, _, last = name.rpartition(".")
+        branches[name] = _branch(branches, parent).add(escape(last))
+    return branches[name]
+
+
+def evidence_lines(policy: Policy) -> list[str]:
+    """Return the policy's summary, one fact a line, unescaped."""
+    lines = [f"default {policy.default}, autocast dtype {policy.dtype}, {len(policy.modules)} modules named"]
+    if policy.needs_grad_scaler:
+        scaler = policy.grad_scaler
+        lines.append(
+            "grad scaler: torch's defaults"
+            if scaler is None
+            else f"grad scaler: init_scale {scaler.init_scale:g}, growth_factor {scaler.growth_factor:g}, "
+            f"backoff_factor {scaler.backoff_factor:g}, growth_interval {scaler.growth_interval}"
+        )
+    if policy.optimizer is not None:
+        changed = {n: v for n, v in policy.optimizer.model_dump().items() if v is not None}
+        lines.append("optimizer: " + ", ".join(f"{name} {value}" for name, value in changed.items()))
+    if policy.model is not None:
+        lines.append(f"model {policy.model.name}, {len(policy.model.modules)} modules")
+    if policy.provenance is not None:
+        found = policy.provenance
+        where = found.device_name or f"{found.target_gpu or '?'} (not there: computed and predicted)"
+        lines.append(f"found {found.created or '?'} for {where}, study {found.study_name or '?'}")
+    if policy.evidence is not None and policy.evidence.verification is not None:
+        proof = policy.evidence.verification
+        provable = "" if proof.provable_margin is None else f", smallest provable margin {proof.provable_margin:.3f}"
+        lines.append(f"proof: {proof.num_seeds} seeds of {proof.num_steps} steps, margin {proof.margin:g}{provable}")
+    return lines

@@ -1,0 +1,79 @@
+"""Policies that every study runs before its sampler: the baselines and the warm starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoprec.policy import Policy, Precision
+from autoprec.search.decisions import Decision
+from autoprec.search.parameters import AMSGRAD, AUTOCAST_DTYPE, EPS, Parameters, ParameterValue
+from autoprec.search.space import matches_any
+
+__all__ = ["Arm", "FP32", "AUTOCAST_FP16", "AUTOCAST_BF16", "BASELINES", "baselines", "warm_starts"]
+
+FP32 = "fp32"
+AUTOCAST_FP16 = "autocast fp16"
+AUTOCAST_BF16 = "autocast bf16"
+BASELINES: Mapping[str, Policy] = {
+    FP32: Policy(default="fp32"),
+    AUTOCAST_FP16: Policy(default="autocast", dtype="fp16"),
+    AUTOCAST_BF16: Policy(default="autocast", dtype="bf16"),
+}
+
+NORMS = ("*Norm*",)
+DEEP_END_START = 0.45
+"""Share of the units before the deep end: in torchvision's ResNets this is where layer3 begins."""
+
+PUBLISHED_SETTINGS: Mapping[str, ParameterValue] = {
+    "grad_scaler/init_scale": 32768.0,
+    "grad_scaler/growth_factor": 1.5,
+    "grad_scaler/backoff_factor": 0.4,
+    "grad_scaler/growth_interval": 1000,
+    EPS: 1e-7,
+    AMSGRAD: True,
+}
+"""Scaler and Adam settings of the published ResNet-50 recipe, kept as a claim to test."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A named policy with the parameter values that stand for it in the study."""
+
+    name: str
+    values: Mapping[str, ParameterValue]
+    policy: Policy
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.name in BASELINES
+
+
+def baselines(parameters: Parameters, *, native_bf16: bool) -> list[Arm]:
+    """Return FP32, stock autocast FP16 and, where the target has it natively, BF16."""
+    low = parameters.values(lambda decision: "autocast")
+    arms = [
+        Arm(FP32, parameters.values(lambda decision: "fp32"), BASELINES[FP32]),
+        Arm(AUTOCAST_FP16, low, BASELINES[AUTOCAST_FP16]),
+    ]
+    if native_bf16:
+        arms.append(Arm(AUTOCAST_BF16, {**low, AUTOCAST_DTYPE: "bf16"}, BASELINES[AUTOCAST_BF16]))
+    return arms
+
+
+def warm_starts(parameters: Parameters) -> list[Arm]:
+    """Return half everywhere but norms and head, half everywhere, and the published recipe: the deep end in FP32."""
+    last = parameters.free_decisions[-1:]
+
+    def spare_norms_and_head(decision: Decision) -> Precision:
+        return "fp32" if decision in last or matches_any(decision.lead_type, NORMS) else "fp16"
+
+    def deep_end(decision: Decision) -> Precision:
+        return "fp32" if decision.depth >= DEEP_END_START else "fp16"
+
+    values = {
+        "half but norms and head": parameters.values(spare_norms_and_head),
+        "half everywhere": parameters.values(lambda decision: "fp16"),
+        "deep end in fp32": parameters.values(deep_end, PUBLISHED_SETTINGS),
+    }
+    return [Arm(name, chosen, parameters.policy(chosen)) for name, chosen in values.items()]

@@ -1,0 +1,179 @@
+"""The path of a search: study, arms, sampler, proof, recommendation, files."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import optuna
+from optuna.storages import RDBStorage
+
+from autoprec.errors import UsageError
+from autoprec.policy import Policy, load_policy, write_atomically
+from autoprec.search.arms import FP32
+from autoprec.search.events import Events
+from autoprec.search.export import exported_policy, front_document, to_json
+from autoprec.search.parameters import AUTOCAST_DTYPE
+from autoprec.search.plan import MAX_FINALISTS, SearchPlan
+from autoprec.search.recommendation import Candidate, Choice, choose, rank
+from autoprec.search.runner import Measure, run_trials
+from autoprec.search.samplers import build_sampler, quiet_optuna
+from autoprec.search.storage import alone, open_storage, sqlite_url
+from autoprec.search.study import OBJECTIVES, SearchStudy, TrialRecord, name_objectives, open_study
+from autoprec.search.verification import Contender, RunStore, Verification, verify
+
+__all__ = ["SearchResult", "run_search"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """What a search found. `candidates` are the arms of the table; `policy` is what policy.json holds."""
+
+    plan: SearchPlan
+    choice: Choice
+    policy: Policy
+    candidates: Sequence[Candidate]
+    verification: Verification
+    records: Sequence[TrialRecord]
+    folder: Path
+
+    @property
+    def is_conclusive(self) -> bool:
+        return self.choice.kind != "inconclusive"
+
+
+def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = None) -> SearchResult:
+    """Run what is missing of a search and write its files; a search that is complete only writes them again.
+
+    Raises:
+        UsageError, StudyError, TaskError: nothing usable came out.
+        KeyboardInterrupt: passed on after the best so far has been written.
+    """
+    events = events or Events()
+    quiet_optuna()
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    with alone(plan.folder):
+        _check_folder(plan)
+        storage = open_storage(plan.settings.storage or sqlite_url(plan.folder / "study.db"))
+        study = _open(plan, storage)
+        num_stale = study.fail_stale()
+        if num_stale:
+            events.note(f"{num_stale} trial(s) of a search that was stopped are marked as failed")
+        verification = Verification(plan.settings.proof)
+        try:
+            run_trials(
+                study,
+                measure,
+                arms=plan.arms,
+                n_trials=plan.settings.n_trials,
+                settings=plan.trial,
+                events=events,
+            )
+            verification = _prove(plan, study, measure, storage, events)
+        except KeyboardInterrupt:
+            with contextlib.suppress(StopIteration):
+                _finish(plan, study, verification)
+            raise
+        return _finish(plan, study, verification)
+
+
+def _open(plan: SearchPlan, storage: RDBStorage) -> SearchStudy:
+    fixed = {AUTOCAST_DTYPE: "fp16"} if AUTOCAST_DTYPE in plan.parameters.distributions else {}
+    sampler = build_sampler(plan.settings.sampler, seed=plan.trial.seed, fixed=fixed)
+    return open_study(
+        storage,
+        name=plan.study_name,
+        identity=plan.identity,
+        sampler=sampler,
+        parameters=plan.parameters,
+        limits=plan.settings.limits,
+    )
+
+
+def _check_folder(plan: SearchPlan) -> None:
+    """Refuse a folder whose policy belongs to another study, so that nothing is overwritten."""
+    path = plan.folder / "policy.json"
+    if not path.exists():
+        return
+    found = load_policy(path).provenance
+    if found is None or found.study_name != plan.study_name:
+        other = found.study_name if found and found.study_name else "another tool or person"
+        raise UsageError(f"the output folder holds the policy of {other}; give another -o")
+
+
+def candidates_of(study: SearchStudy, plan: SearchPlan) -> list[Candidate]:
+    """Return the baselines, then the found policies that are better than each of them by their own numbers.
+
+    Of found policies with the same precisions only the first stands.
+    """
+    records = [record for record in study.records if not record.is_cached]
+    baselines = [_candidate(r) for r in records if r.arm in {arm.name for arm in plan.arms if arm.is_baseline}]
+    reference = next(c for c in baselines if c.name == FP32)
+    usable = [c for c in baselines if c.outcome.is_ok]
+    found = [_candidate(r) for r in records if r.is_feasible and _candidate(r).is_found]
+    ranked = rank([*usable, *found], reference, plan.settings.prefer)
+    better = ranked[: next(i for i, c in enumerate(ranked) if not c.is_found)]
+    finalists = {(c.policy.default, tuple(c.policy.modules.items())): c for c in reversed(better)}
+    return [*baselines, *[c for c in better if c in finalists.values()][:MAX_FINALISTS]]
+
+
+def _candidate(record: TrialRecord) -> Candidate:
+    return Candidate(record.label, record.policy, record.key, record.outcome)
+
+
+def _prove(plan: SearchPlan, study: SearchStudy, measure: Measure, storage: RDBStorage, events: Events) -> Verification:
+    candidates = candidates_of(study, plan)
+    store = RunStore(
+        optuna.create_study(
+            study_name=f"{plan.study_name}/verification",
+            storage=storage,
+            directions=list(OBJECTIVES.values()),
+            load_if_exists=True,
+        )
+    )
+    name_objectives(store.study)
+    return verify(
+        [Contender(c.name, c.policy, c.key) for c in candidates if c.outcome.is_ok],
+        measure,
+        proof=plan.settings.proof,
+        trial_settings=plan.trial,
+        store=store,
+        resolution=_resolution(plan),
+        events=events,
+    )
+
+
+def _resolution(plan: SearchPlan) -> float:
+    """Return the smallest step of an accuracy: one sample of the held-out data; 0 for another metric."""
+    if plan.task.metric is None or plan.task.metric_name != "accuracy":
+        return 0.0
+    from autoprec.tasks.batches import count_samples, open_batches
+
+    count = plan.task.num_samples or count_samples
+    return 1.0 / max(1, sum(count(batch) for batch in open_batches(plan.task.eval_batches, name="held-out")))
+
+
+def _finish(plan: SearchPlan, study: SearchStudy, verification: Verification) -> SearchResult:
+    candidates = candidates_of(study, plan)
+    choice = choose(
+        candidates,
+        verification,
+        prefer=plan.settings.prefer,
+        target=plan.target,
+        target_is_here=plan.target_is_here,
+    )
+    policy = exported_policy(plan, choice, candidates, verification)
+    records = study.records
+    policy.save(plan.folder / "policy.json")
+    write_atomically(plan.folder / "front.json", to_json(front_document(plan, study.front(), records, choice)))
+    return SearchResult(
+        plan=plan,
+        choice=choice,
+        policy=policy,
+        candidates=candidates,
+        verification=verification,
+        records=records,
+        folder=plan.folder,
+    )

@@ -1,0 +1,242 @@
+"""Everything a search fixes before its first trial: space, parameters, arms, proof, names and folder."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoprec.apply import describe_model, read_structure
+from autoprec.apply.portability import has_native_bf16
+from autoprec.errors import TaskError, UsageError, did_you_mean
+from autoprec.estimates.gpus import gpu_by_name
+from autoprec.policy import ModelInfo, content_hash
+from autoprec.search.arms import Arm, baselines, warm_starts
+from autoprec.search.decisions import Decision, build_decisions
+from autoprec.search.fingerprint import Identity, identity_hash, study_identity, versions
+from autoprec.search.parameters import Parameters, build_parameters
+from autoprec.search.recommendation import PREFERENCES, Prefer
+from autoprec.search.samplers import SAMPLERS
+from autoprec.search.space import SearchSpace, choose_space, load_space
+from autoprec.search.study import Limits
+from autoprec.search.verification import Proof
+from autoprec.tasks.batches import open_batches
+from autoprec.trials.outcome import TrialSettings
+from autoprec.units import Units, find_units
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autoprec.tasks.protocol import Task
+
+__all__ = ["SearchSettings", "SearchPlan", "prepare_search", "resolve_device"]
+
+MAX_FINALISTS = 2
+EMULATION_FACTOR = 1.4
+OVERHEAD_SECONDS = 3.0
+"""Rough figures for the first forecast: an emulated step over one in FP32; an evaluation and an estimate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSettings:
+    """How a task is searched.
+
+    Attributes:
+        n_trials: finished trials in all, baselines and warm starts included, the proof's runs not.
+        sampler: "tpe", "nsga2", "gp" or "random".
+        prefer: what the recommendation weighs: "balanced", "fastest" or "smallest".
+        space: name of a built-in search space or a TOML file; None chooses by the model's structure.
+        storage: an Optuna database URL; None takes `study.db` in the output folder.
+        study_name: None takes `<model>-<hash of the settings>`.
+        output: the folder for the files; None takes `runs/<study name>`.
+        limits: when a trial is feasible.
+        proof: how the finalists are proved.
+    """
+
+    n_trials: int = 12
+    sampler: str = "tpe"
+    prefer: Prefer = "balanced"
+    space: str | Path | None = None
+    storage: str | None = None
+    study_name: str | None = None
+    output: Path | None = None
+    limits: Limits = field(default_factory=Limits)
+    proof: Proof = field(default_factory=Proof)
+
+    def __post_init__(self) -> None:
+        if self.n_trials < 1:
+            raise UsageError(f"n_trials is {self.n_trials}; at least 1")
+        for name, value, allowed in (
+            ("sampler", self.sampler, SAMPLERS),
+            ("prefer", self.prefer, PREFERENCES),
+        ):
+            if value not in allowed:
+                raise UsageError(f"{name} {value!r}; allowed: {', '.join(allowed)}{did_you_mean(value, allowed)}")
+        if not 0 < self.proof.margin < float("inf"):
+            raise UsageError(f"margin is {self.proof.margin}; a positive number in units of the metric is needed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchPlan:
+    """A search that is ready to run.
+
+    `target` names the device that memory and throughput are for; `step_seconds` is the time of one FP32 step here.
+    """
+
+    task: Task
+    trial: TrialSettings
+    settings: SearchSettings
+    space: SearchSpace
+    parameters: Parameters
+    arms: Sequence[Arm]
+    model: ModelInfo
+    identity: Identity
+    study_name: str
+    folder: Path
+    target: str
+    target_is_here: bool
+    step_seconds: float
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        return self.parameters.decisions
+
+    @property
+    def trial_seconds(self) -> float:
+        """Expected time of one trial, before any has run."""
+        steps = self.trial.warmup_steps + self.trial.measured_steps + self.trial.batchnorm_batches
+        return OVERHEAD_SECONDS + EMULATION_FACTOR * steps * self.step_seconds
+
+    def proof_seconds(self, trial_seconds: float) -> tuple[float, float]:
+        """Expected time of the proof with its first look alone, and with all looks; a trial takes `trial_seconds`."""
+        extra = self.settings.proof.num_steps - self.trial.warmup_steps - self.trial.measured_steps
+        run = trial_seconds + EMULATION_FACTOR * extra * self.step_seconds
+        runs = run * sum(arm.is_baseline for arm in self.arms)
+        return runs * self.settings.proof.looks[0], runs * self.settings.proof.max_seeds
+
+
+def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings) -> SearchPlan:
+    """Read the model's units, build the parameters and fix the study's identity. Runs no trial and writes nothing.
+
+    Raises:
+        UsageError: a setting that cannot be followed.
+    """
+    torch.manual_seed(trial.seed)
+    model = task.model()
+    batch = next(open_batches(task.train_batches, name="training"), None)
+    if batch is None:
+        raise TaskError(f"task {task.name!r} has 0 training batches")
+    units = find_units(model, run=lambda module: task.loss(module, batch))
+    space = _space(settings, units)
+    here = torch.device(trial.device).type == "cuda"
+    native_bf16 = _has_native_bf16(trial, here=here)
+    parameters = build_parameters(
+        build_decisions(units, space, model, composites=units.composites),
+        space,
+        optimizer_defaults=_optimizer_defaults(task),
+        native_bf16=native_bf16,
+        fp32_code=[name for name, refused in units.composites.items() if "autocast" in refused],
+    )
+    info = describe_model(read_structure(model), task.name)
+    identity = study_identity(
+        task=_task_identity(task),
+        trial=trial.model_dump(mode="json"),
+        model=content_hash(info.model_dump_json()),
+        space=content_hash(space.model_dump_json()),
+        sampler=settings.sampler,
+        limits={name: getattr(settings.limits, name) for name in ("max_loss_gap", "max_skip_rate")},
+        proof={name: getattr(settings.proof, name) for name in ("margin", "looks", "num_steps", "alpha")},
+        versions=versions(),
+    )
+    name = settings.study_name or f"{_file_name(task.name)}-{identity_hash(identity)}"
+    return SearchPlan(
+        task=task,
+        trial=trial,
+        settings=settings,
+        space=space,
+        parameters=parameters,
+        arms=(*baselines(parameters, native_bf16=native_bf16), *warm_starts(parameters)),
+        model=info,
+        identity=identity,
+        study_name=name,
+        folder=settings.output or Path("runs") / _file_name(name),
+        target=torch.cuda.get_device_name(trial.device) if here else gpu_by_name(trial.gpu).product,
+        target_is_here=here,
+        step_seconds=_time_step(task, model, batch),
+    )
+
+
+def resolve_device(name: str | None) -> str:
+    """Return the device to train on: CUDA where there is one and no name is given.
+
+    Raises:
+        UsageError: no such device, or none here.
+    """
+    available = torch.cuda.is_available()
+    if name is None:
+        return "cuda" if available else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise UsageError(f"device {name!r}; allowed: cpu, cuda, cuda:N{did_you_mean(kind, ('cpu', 'cuda'))}")
+    if kind == "cuda" and (not available or int(index or 0) >= torch.cuda.device_count()):
+        raise UsageError(
+            f"device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices here; --device cpu works"
+        )
+    return name
+
+
+def _time_step(task: Task, model: nn.Module, batch: Any) -> float:
+    """Time one forward and backward in FP32; the model is not used again."""
+    started = time.perf_counter()
+    task.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+    return time.perf_counter() - started
+
+
+def _space(settings: SearchSettings, units: Units) -> SearchSpace:
+    if settings.space is not None:
+        return load_space(settings.space)
+    return choose_space(Counter(unit.type for unit in units))
+
+
+def _has_native_bf16(trial: TrialSettings, *, here: bool) -> bool:
+    if here:
+        return has_native_bf16(torch.device(trial.device))
+    return gpu_by_name(trial.gpu).native_bf16
+
+
+def _optimizer_defaults(task: Task) -> dict[str, Any]:
+    """Return eps and amsgrad of an Adam-like optimizer class, those left out that the task sets itself."""
+    known = inspect.signature(task.optimizer).parameters
+    if not {"eps", "amsgrad"} <= set(known):
+        return {}
+    return {name: known[name].default for name in ("eps", "amsgrad") if name not in task.optimizer_settings}
+
+
+def _task_identity(task: Task) -> dict[str, Any]:
+    return {
+        "name": task.name,
+        "settings": dict(task.settings),
+        "optimizer": getattr(task.optimizer, "__name__", type(task.optimizer).__name__),
+        "optimizer_settings": {name: _plain(value) for name, value in task.optimizer_settings.items()},
+        "metric": task.metric_name,
+        "max_grad_norm": task.max_grad_norm,
+        "accumulation_steps": task.accumulation_steps,
+        "target": None if task.target is None else [task.target.batch_size, task.target.description],
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, bool | int | float | str) or value is None else type(value).__name__
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:100] or "task"

@@ -1,0 +1,183 @@
+"""Search spaces: TOML files that say which units are decisions, how they are grouped and what may be chosen."""
+
+from __future__ import annotations
+
+import fnmatch
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from autoprec.errors import UsageError, did_you_mean
+from autoprec.policy import Precision
+
+__all__ = ["Range", "Rule", "SearchSpace", "builtin_spaces", "load_space", "choose_space"]
+
+Value = bool | int | float
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Range(_Strict):
+    """What one number may be: a list of choices, or an interval (`log` for a logarithmic one)."""
+
+    choices: list[Value] | None = None
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        interval = self.low is not None and self.high is not None
+        if (self.choices is not None) == interval or (self.low is None) != (self.high is None):
+            raise ValueError("give either `choices` or both `low` and `high`")
+        if self.choices is not None and len(set(self.choices)) != len(self.choices):
+            raise ValueError("a value stands twice in `choices`")
+        if self.choices is not None and not self.choices:
+            raise ValueError("`choices` is empty")
+        if self.low is not None and self.high is not None and not self.low < self.high:
+            raise ValueError("`low` is not below `high`")
+        if self.log and (self.low is None or self.low <= 0):
+            raise ValueError("`log` needs `low` above 0")
+        return self
+
+
+class GradScalerRanges(_Strict):
+    """Ranges of `torch.amp.GradScaler`; what is left out keeps torch's default."""
+
+    init_scale: Range | None = None
+    growth_factor: Range | None = None
+    backoff_factor: Range | None = None
+    growth_interval: Range | None = None
+
+
+class OptimizerRanges(_Strict):
+    """Ranges of an Adam-like optimizer; what is left out keeps the task's setting."""
+
+    eps: Range | None = None
+    amsgrad: Range | None = None
+
+
+class Rule(_Strict):
+    """Restrict the units whose name matches a glob of `names` or whose class matches one of `types`.
+
+    One choice pins the unit. A rule that matches no unit is an error unless it is `optional`.
+    """
+
+    names: list[str] = Field(default_factory=list)
+    types: list[str] = Field(default_factory=list)
+    choices: list[Precision] = Field(min_length=1)
+    reason: str = Field(min_length=1, max_length=500)
+    optional: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.names and not self.types:
+            raise ValueError("a rule needs `names` or `types`")
+        return self
+
+    def matches(self, name: str, type_name: str) -> bool:
+        return matches_any(name, self.names) or matches_any(type_name, self.types)
+
+
+class SearchSpace(_Strict):
+    """One search space as its file states it."""
+
+    name: str = Field(min_length=1, max_length=100)
+    description: str = Field(default="", max_length=500)
+    granularity: Literal["leaf", "block"] = "leaf"
+    repeats: Literal["separate", "together"] = "together"
+    choices: list[Precision] = Field(default=["fp32", "autocast", "fp16"])
+    followers: list[str] = Field(default_factory=list)
+    rules: list[Rule] = Field(default_factory=list)
+    grad_scaler: GradScalerRanges = GradScalerRanges()
+    optimizer: OptimizerRanges = OptimizerRanges()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        missing = {"fp32", "autocast"} - set(self.choices)
+        if missing:
+            raise ValueError(f"`choices` lacks {', '.join(sorted(missing))}, which the baselines need")
+        return self
+
+
+def matches_any(text: str, globs: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(text, glob) for glob in globs)
+
+
+def builtin_spaces() -> dict[str, Path]:
+    """Return the search spaces that come with autoprec, by name."""
+    package = Path(__file__).resolve().parents[1]
+    folder = next((f for f in (package / "search_spaces", package.parent / "search_spaces") if f.is_dir()), None)
+    return {} if folder is None else {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def load_space(source: str | Path) -> SearchSpace:
+    """Read a search space: the name of a built-in one, or a TOML file.
+
+    Raises:
+        UsageError: no such name or file, not TOML, an unknown key, a value that is not allowed.
+    """
+    builtin = builtin_spaces()
+    path = builtin.get(str(source), Path(source))
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise UsageError(
+            f"search space {str(source)!r}: {reason}; give a TOML file or one of {', '.join(builtin)}"
+            + did_you_mean(str(source), builtin)
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"search space {path.name}: not TOML: {error}") from None
+    return parse_space(data, where=path.name)
+
+
+def parse_space(data: Mapping[str, Any], *, where: str) -> SearchSpace:
+    """Build a search space from parsed TOML; `where` names the file in errors."""
+    try:
+        return SearchSpace(**data)
+    except ValidationError as error:
+        raise UsageError(_space_error(error, where=where)) from None
+
+
+def choose_space(type_counts: Mapping[str, int]) -> SearchSpace:
+    """Choose the built-in space for a model from the counts of its leaves' class names."""
+    attention = sum(n for name, n in type_counts.items() if "Attention" in name or "Quantizable" in name)
+    layer_norms = type_counts.get("LayerNorm", 0) + type_counts.get("RMSNorm", 0)
+    convolutions = sum(n for name, n in type_counts.items() if name.startswith("Conv"))
+    if attention or layer_norms > convolutions:
+        return load_space("transformer")
+    return load_space("cnn" if convolutions else "default")
+
+
+def _space_error(error: ValidationError, *, where: str) -> str:
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in first["loc"]) or "file"
+    if first["type"] == "extra_forbidden":
+        model = _model_at(first["loc"][:-1])
+        allowed = list(model.model_fields)
+        name = str(first["loc"][-1])
+        return f"search space {where}: {place}: unknown key; allowed: {', '.join(allowed)}{did_you_mean(name, allowed)}"
+    message = first["msg"].removeprefix("Value error, ")
+    found = "" if first["type"] in ("value_error", "missing") else f"; found {str(first.get('input'))[:80]!r}"
+    if first["type"] == "literal_error" and "choices" in first["loc"]:
+        found += did_you_mean(str(first.get("input")), get_args(Precision))
+    return f"search space {where}: {place}: {message}{found}"
+
+
+def _model_at(location: Iterable[int | str]) -> type[BaseModel]:
+    models: dict[str, type[BaseModel]] = {
+        "rules": Rule,
+        "grad_scaler": GradScalerRanges,
+        "optimizer": OptimizerRanges,
+    }
+    model: type[BaseModel] = SearchSpace
+    for part in location:
+        if isinstance(part, str):
+            model = models.get(part, Range)
+    return model

@@ -1,0 +1,223 @@
+"""The study: its objectives, constraints and records, kept in Optuna's own storage and rebuilt from it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import optuna
+from optuna.study import Study, StudyDirection
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from autoprec.errors import StudyError, UsageError
+from autoprec.policy import Policy
+from autoprec.search.arms import FP32, Arm
+from autoprec.search.fingerprint import Identity, first_difference
+from autoprec.search.parameters import Parameters
+from autoprec.trials.outcome import Outcome
+
+__all__ = ["OBJECTIVES", "Limits", "TrialRecord", "SearchStudy", "open_study", "objective_values"]
+
+OBJECTIVES: Mapping[str, Literal["minimize", "maximize"]] = {
+    "peak_memory_bytes": "minimize",
+    "throughput_samples_per_second": "maximize",
+    "accuracy": "maximize",
+}
+IDENTITY = "autoprec:identity"
+EXHAUSTED = "autoprec:exhausted"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a trial's policy is feasible.
+
+    `max_loss_gap` is the held-out loss above FP32's, relative to it; `max_skip_rate` the share of skipped steps.
+    """
+
+    max_loss_gap: float = 0.5
+    max_skip_rate: float = 0.25
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One finished trial as the study keeps it. `arm` names a baseline or warm start; "" for a sampled policy."""
+
+    number: int
+    arm: str
+    key: str
+    policy: Policy
+    outcome: Outcome
+    is_feasible: bool
+    is_cached: bool
+
+    @cached_property
+    def label(self) -> str:
+        return self.arm or f"trial {self.number}"
+
+
+class SearchStudy:
+    """A view of one Optuna study in the words of the search. All its state is the study's; records are parsed once."""
+
+    def __init__(self, study: Study, parameters: Parameters, limits: Limits) -> None:
+        self.study = study
+        self.parameters = parameters
+        self.limits = limits
+        self._parsed: dict[int, TrialRecord] = {}
+
+    @property
+    def records(self) -> list[TrialRecord]:
+        """All finished trials in order, those answered from an equal policy included."""
+        finished = [trial for trial in self.study.get_trials(deepcopy=False) if _is_finished(trial)]
+        for trial in finished:
+            if trial.number not in self._parsed:
+                self._parsed[trial.number] = _record(trial)
+        return [self._parsed[trial.number] for trial in finished]
+
+    @property
+    def num_finished(self) -> int:
+        """Trials that were really run and finished: what `--n-trials` counts."""
+        return sum(not record.is_cached for record in self.records)
+
+    @property
+    def fp32(self) -> TrialRecord | None:
+        return next((record for record in self.records if record.arm == FP32), None)
+
+    @property
+    def is_exhausted(self) -> bool:
+        return bool(self.study.user_attrs.get(EXHAUSTED, False))
+
+    def mark_exhausted(self) -> None:
+        self.study.set_user_attr(EXHAUSTED, True)
+
+    def ask(self, arm: Arm | None = None) -> Trial:
+        """Ask for a trial: the arm's values where one is given, else the sampler's."""
+        if arm is not None:
+            self.study.enqueue_trial(dict(arm.values), user_attrs={"arm": arm.name})
+        return self.study.ask(fixed_distributions=dict(self.parameters.distributions))
+
+    def tell(self, trial: Trial, policy: Policy, outcome: Outcome, *, cached_from: int | None = None) -> TrialRecord:
+        """Store an outcome with its constraints and objective values."""
+        reference = None if trial.user_attrs.get("arm") == FP32 else self.fp32
+        fp32 = outcome if reference is None else reference.outcome
+        trial.set_user_attr("policy", policy.model_dump(mode="json", exclude_none=True))
+        trial.set_user_attr("policy_key", self.parameters.key(policy))
+        trial.set_user_attr("outcome", outcome.model_dump(mode="json"))
+        if cached_from is not None:
+            trial.set_user_attr("cached_from", cached_from)
+        for name, value in constraint_values(outcome, fp32, self.limits).items():
+            trial.set_constraint(name, value)
+        return _record(self.study.tell(trial, objective_values(outcome, fp32)))
+
+    def fail(self, trial: Trial) -> None:
+        """Store that a trial did not finish; it counts for nothing and its policy may be run again."""
+        self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+
+    def fail_stale(self) -> int:
+        """Fail the trials that a killed search left RUNNING and return how many; nobody else may run the study."""
+        stale = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        for trial in stale:
+            self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+        return len(stale)
+
+    def front(self) -> list[TrialRecord]:
+        """Return the feasible trials that no other feasible trial beats on all three objectives."""
+        best = {trial.number for trial in self.study.best_trials}
+        return [record for record in self.records if record.number in best and not record.is_cached]
+
+
+def open_study(
+    storage: optuna.storages.BaseStorage,
+    *,
+    name: str,
+    identity: Identity,
+    sampler: optuna.samplers.BaseSampler,
+    parameters: Parameters,
+    limits: Limits,
+) -> SearchStudy:
+    """Create the study, or open the one of that name where its identity is the same.
+
+    Raises:
+        UsageError: a study of that name has other settings; the first that differs is named.
+        StudyError: a study of that name was not made by autoprec.
+    """
+    study = optuna.create_study(
+        study_name=name, storage=storage, sampler=sampler, directions=list(OBJECTIVES.values()), load_if_exists=True
+    )
+    stored = study.user_attrs.get(IDENTITY)
+    if stored is None:
+        if study.get_trials(deepcopy=False) or not _has_our_directions(study.directions):
+            raise StudyError(f"study {name!r} exists and was not made by autoprec; give another --study-name")
+        name_objectives(study)
+        study.set_user_attr(IDENTITY, identity)
+    else:
+        difference = first_difference(stored, identity)
+        if difference is not None:
+            raise UsageError(f"study {name!r} has other settings: {difference}; give another --study-name or none")
+    return SearchStudy(study, parameters, limits)
+
+
+def name_objectives(study: Study) -> None:
+    """Give the objectives their names. Optuna calls this experimental; the warning is no news to a user."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        study.set_metric_names(list(OBJECTIVES))
+
+
+def constraint_values(outcome: Outcome, fp32: Outcome, limits: Limits) -> dict[str, float]:
+    """Return the constraints, feasible where <= 0: finiteness, skipped steps, held-out loss above FP32's."""
+    gap = 1.0
+    if outcome.is_ok and outcome.eval_loss is not None and fp32.eval_loss is not None:
+        reference = fp32.eval_loss.value
+        gap = (outcome.eval_loss.value - reference) / max(abs(reference), 1e-3)
+    return {
+        "finite": -1.0 if outcome.is_ok else 1.0,
+        "skip_rate": outcome.skip_rate - limits.max_skip_rate,
+        "loss_gap": (gap if outcome.is_ok else max(gap, 1.0)) - limits.max_loss_gap,
+    }
+
+
+def objective_values(outcome: Outcome, fp32: Outcome) -> list[float]:
+    """Return the objectives; where an outcome has none, the finite worst case, so that the sampler learns from it.
+
+    The worst case is twice FP32's memory, no throughput, and an accuracy of 0, or below FP32's by its own size
+    where the metric can be negative.
+    """
+    memory, throughput, accuracy = (
+        outcome.peak_memory_bytes,
+        outcome.throughput_samples_per_second,
+        outcome.accuracy,
+    )
+    fp32_memory = fp32.peak_memory_bytes.value if fp32.peak_memory_bytes else 0.0
+    fp32_accuracy = fp32.accuracy.value if fp32.accuracy else 0.0
+    worst = 0.0 if 0.0 <= fp32_accuracy <= 1.0 else fp32_accuracy - max(1.0, abs(fp32_accuracy))
+    if not outcome.is_ok:
+        return [2 * fp32_memory, 0.0, worst]
+    return [
+        memory.value if memory else 2 * fp32_memory,
+        throughput.value if throughput else 0.0,
+        accuracy.value if accuracy else worst,
+    ]
+
+
+def _is_finished(trial: FrozenTrial) -> bool:
+    return trial.state == TrialState.COMPLETE and "outcome" in trial.user_attrs
+
+
+def _record(trial: FrozenTrial) -> TrialRecord:
+    attributes: Mapping[str, Any] = trial.user_attrs
+    return TrialRecord(
+        number=trial.number,
+        arm=attributes.get("arm", ""),
+        key=attributes["policy_key"],
+        policy=Policy(**attributes["policy"]),
+        outcome=Outcome(**attributes["outcome"]),
+        is_feasible=all(value <= 0 for value in trial.constraints.values()),
+        is_cached="cached_from" in attributes,
+    )
+
+
+def _has_our_directions(directions: Sequence[StudyDirection]) -> bool:
+    return [direction.name.lower() for direction in directions] == list(OBJECTIVES.values())

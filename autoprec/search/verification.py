@@ -1,0 +1,202 @@
+"""The proof: arms trained pairwise with FP32 on unused seeds, longer than a trial, against a margin fixed before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from optuna.study import Study
+from optuna.trial import TrialState, create_trial
+
+from autoprec.policy import Policy
+from autoprec.search.arms import FP32
+from autoprec.search.events import Events
+from autoprec.search.runner import Measure
+from autoprec.search.statistics import PairedDifference, paired_difference
+from autoprec.search.study import objective_values
+from autoprec.trials.outcome import Outcome, TrialSettings
+
+__all__ = ["Proof", "Verdict", "Verification", "Contender", "RunStore", "verify"]
+
+VerdictKind = Literal["reference", "proved", "refuted", "open"]
+FIRST_SEED = 1_000
+"""Distance between the seed of the trials and the first seed of the proof: no trial used these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The plan of a proof; part of the study's identity, so that it is fixed before the first trial.
+
+    Attributes:
+        margin: how much worse than FP32 the metric may be, in its own units.
+        looks: numbers of seeds after which the verdicts are taken; each look has an equal share of `alpha`.
+        num_steps: steps of each run, the learning rate falling to zero.
+        alpha: chance that an arm which is worse than the margin is called proved.
+    """
+
+    margin: float = 0.02
+    looks: tuple[int, ...] = (3, 6)
+    num_steps: int = 60
+    alpha: float = 0.05
+
+    @property
+    def max_seeds(self) -> int:
+        return self.looks[-1]
+
+    def settings(self, trial: TrialSettings, index: int) -> TrialSettings:
+        """Return how the run on unused seed number `index` is made."""
+        return trial.model_copy(
+            update={
+                "seed": trial.seed + FIRST_SEED + index,
+                "measured_steps": self.num_steps - trial.warmup_steps,
+                "anneal": True,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """An arm of the proof: a baseline or a finalist."""
+
+    name: str
+    policy: Policy
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the proof says of one arm. `difference` is the metric minus FP32's, None after a failed run."""
+
+    kind: VerdictKind
+    difference: PairedDifference | None
+    reason: str
+
+    @property
+    def is_safe(self) -> bool:
+        return self.kind in ("reference", "proved")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Verdicts and runs of a proof. `outcomes[arm]` maps the seed's index to the outcome."""
+
+    proof: Proof
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+    outcomes: Mapping[str, Mapping[int, Outcome]] = field(default_factory=dict)
+
+    @property
+    def num_seeds(self) -> int:
+        return max((len(runs) for runs in self.outcomes.values()), default=0)
+
+    @property
+    def provable_margin(self) -> float | None:
+        """The smallest margin that this proof could have proved for an arm that equals FP32; None without a pair."""
+        widths = [v.difference.half_width for v in self.verdicts.values() if v.difference and v.kind != "reference"]
+        return max(widths, default=None)
+
+
+class RunStore:
+    """The runs of a proof, kept as trials of a study of their own beside the search."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+
+    def outcomes(self) -> dict[tuple[str, int], Outcome]:
+        """Return (policy key, seed index) -> outcome."""
+        found = {}
+        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+            attributes = trial.user_attrs
+            found[attributes["policy_key"], attributes["seed_index"]] = Outcome(**attributes["outcome"])
+        return found
+
+    def add(self, contender: Contender, index: int, outcome: Outcome, fp32: Outcome) -> None:
+        attributes = {
+            "arm": contender.name,
+            "policy_key": contender.key,
+            "policy": contender.policy.model_dump(mode="json", exclude_none=True),
+            "seed_index": index,
+            "outcome": outcome.model_dump(mode="json"),
+        }
+        values = objective_values(outcome, fp32)
+        self.study.add_trial(create_trial(state=TrialState.COMPLETE, values=values, user_attrs=attributes))
+
+
+def verify(
+    contenders: Sequence[Contender],
+    measure: Measure,
+    *,
+    proof: Proof,
+    trial_settings: TrialSettings,
+    store: RunStore,
+    resolution: float,
+    events: Events,
+) -> Verification:
+    """Train the contenders, FP32 among them, until each verdict stands or the seeds are used up.
+
+    Runs that the store holds are not made again. Arms whose verdict stands after a look are not trained further.
+    """
+    known = store.outcomes()
+    verdicts: dict[str, Verdict] = {}
+    reference = next(c for c in contenders if c.name == FP32)
+    for look, num_seeds in enumerate(proof.looks):
+        still_open = [c for c in contenders if c is reference or verdicts.get(c.name, _OPEN).kind == "open"]
+        if look and len(still_open) == 1:
+            break
+        needed = [(c, index) for index in range(num_seeds) for c in _rotated(still_open, index, reference)]
+        num_done = sum((c.key, index) in known for c, index in needed)
+        events.verification_planned(len(needed), num_done, proof.num_steps)
+        for contender, index in needed:
+            if (contender.key, index) in known or _has_failed(contender, known):
+                continue
+            outcome = measure(contender.policy, proof.settings(trial_settings, index))
+            fp32 = known.get((reference.key, index), outcome)
+            store.add(contender, index, outcome, fp32)
+            known[contender.key, index] = outcome
+            events.verification_finished(contender.name, index, outcome)
+        for contender in still_open:
+            verdicts[contender.name] = judge(contender, reference, known, num_seeds, proof, resolution)
+    runs = {c.name: {index: o for (key, index), o in sorted(known.items()) if key == c.key} for c in contenders}
+    return Verification(proof, verdicts, runs)
+
+
+_OPEN = Verdict("open", None, "not run")
+
+
+def judge(
+    contender: Contender,
+    reference: Contender,
+    known: Mapping[tuple[str, int], Outcome],
+    num_seeds: int,
+    proof: Proof,
+    resolution: float,
+) -> Verdict:
+    """Judge one arm on the first `num_seeds` seeds."""
+    if contender is reference:
+        return Verdict("reference", None, "the reference of the comparison")
+    failed = _has_failed(contender, known)
+    if failed is not None:
+        return Verdict("refuted", None, f"a run ended in {failed.kind}: {failed.message}"[:500])
+    differences = []
+    for index in range(num_seeds):
+        pair = known.get((contender.key, index)), known.get((reference.key, index))
+        if pair[0] is None or pair[1] is None or pair[0].accuracy is None or pair[1].accuracy is None:
+            return Verdict("open", None, f"FP32 gave no number on seed {index}")
+        differences.append(pair[0].accuracy.value - pair[1].accuracy.value)
+    difference = paired_difference(differences, alpha=proof.alpha / len(proof.looks), resolution=resolution)
+    if difference.low > -proof.margin:
+        return Verdict("proved", difference, f"not worse than FP32 by more than {proof.margin:g}")
+    if difference.high < -proof.margin:
+        return Verdict("refuted", difference, f"worse than FP32 by more than {proof.margin:g}")
+    return Verdict("open", difference, f"{num_seeds} seeds cannot tell")
+
+
+def _has_failed(contender: Contender, known: Mapping[tuple[str, int], Outcome]) -> Outcome | None:
+    return next((o for (key, _), o in known.items() if key == contender.key and not o.is_ok), None)
+
+
+def _rotated(contenders: Sequence[Contender], index: int, reference: Contender) -> list[Contender]:
+    """Return FP32 first, then the others starting at another one for each seed, so that drift falls on none."""
+    others = [c for c in contenders if c is not reference]
+    shift = index % len(others) if others else 0
+    return [reference, *others[shift:], *others[:shift]]
