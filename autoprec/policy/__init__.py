@@ -1,0 +1,47 @@
+"""A precision policy: a frozen value with a JSON form that is data and runs nothing. Imports no torch."""
+
+from autoprec.policy.evidence import (
+    PRECISIONS,
+    ArmEvidence,
+    Evidence,
+    GradScalerSettings,
+    Kind,
+    LowPrecision,
+    ModelInfo,
+    ModuleInfo,
+    Number,
+    OptimizerSettings,
+    Precision,
+    Provenance,
+    Recommendation,
+    UnitEvidence,
+    VerificationEvidence,
+)
+from autoprec.policy.files import write_atomically
+from autoprec.policy.precedence import is_glob, resolve_precisions
+from autoprec.policy.values import SCHEMA_VERSION, Policy, content_hash, load_policy
+
+__all__ = [
+    "PRECISIONS",
+    "SCHEMA_VERSION",
+    "ArmEvidence",
+    "Evidence",
+    "GradScalerSettings",
+    "Kind",
+    "LowPrecision",
+    "ModelInfo",
+    "ModuleInfo",
+    "Number",
+    "OptimizerSettings",
+    "Policy",
+    "Precision",
+    "Provenance",
+    "Recommendation",
+    "UnitEvidence",
+    "VerificationEvidence",
+    "content_hash",
+    "is_glob",
+    "load_policy",
+    "resolve_precisions",
+    "write_atomically",
+]

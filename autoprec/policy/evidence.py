@@ -1,0 +1,157 @@
+"""What a policy carries beside its rules: settings, the model it was made for, evidence, provenance, recommendation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NoReturn, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+__all__ = [
+    "PRECISIONS",
+    "ArmEvidence",
+    "Evidence",
+    "FrozenDict",
+    "FrozenModel",
+    "GradScalerSettings",
+    "Kind",
+    "LowPrecision",
+    "ModelInfo",
+    "ModuleInfo",
+    "Number",
+    "OptimizerSettings",
+    "Precision",
+    "Provenance",
+    "Recommendation",
+    "UnitEvidence",
+    "VerificationEvidence",
+]
+
+Precision = Literal["fp32", "autocast", "fp16", "bf16"]
+LowPrecision = Literal["fp16", "bf16"]
+Kind = Literal["measured", "emulated", "computed", "predicted"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+
+class FrozenDict(dict[str, Any]):
+    """A dict that keeps its order, pickles and copies, and refuses to change."""
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError("a policy is a frozen value; make a new one with policy.replace(...)")
+
+    __setitem__ = __delitem__ = update = setdefault = pop = popitem = clear = __ior__ = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (FrozenDict, (dict(self),))
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+
+class FrozenModel(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True, protected_namespaces=())
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _freeze(cls, value: Any) -> Any:
+        return FrozenDict(value) if type(value) is dict else value
+
+
+class Number(FrozenModel):
+    """One number and where it comes from. `low` and `high` bound a confidence interval where there is one."""
+
+    value: float
+    kind: Kind
+    low: float | None = None
+    high: float | None = None
+
+
+class GradScalerSettings(FrozenModel):
+    """The four numbers of `torch.amp.GradScaler`, with torch's own defaults."""
+
+    init_scale: float = Field(default=65536.0, gt=0)
+    growth_factor: float = Field(default=2.0, gt=1)
+    backoff_factor: float = Field(default=0.5, gt=0, lt=1)
+    growth_interval: int = Field(default=2000, ge=1)
+
+
+class OptimizerSettings(FrozenModel):
+    """Optimizer settings that go with a precision; None leaves the optimizer's own default."""
+
+    name: str | None = Field(default=None, max_length=200)
+    eps: float | None = Field(default=None, gt=0)
+    amsgrad: bool | None = None
+
+
+class ModuleInfo(FrozenModel):
+    """What a policy remembers of one module: its class name and the shapes of its own parameters."""
+
+    type: str = Field(max_length=200)
+    parameters: dict[str, list[int]] = Field(default_factory=dict)
+
+
+class ModelInfo(FrozenModel):
+    """The model that a policy was found on. `fingerprint` covers names and types, not shapes."""
+
+    name: str = Field(max_length=500)
+    fingerprint: str = Field(max_length=128)
+    modules: dict[str, ModuleInfo] = Field(default_factory=dict)
+
+
+class ArmEvidence(FrozenModel):
+    """The numbers of one arm (a baseline or the policy); None where nothing was obtained."""
+
+    peak_memory_bytes: Number | None = None
+    throughput_samples_per_second: Number | None = None
+    accuracy: Number | None = None
+    eval_loss: Number | None = None
+    note: str = Field(default="", max_length=2_000)
+
+
+class UnitEvidence(FrozenModel):
+    """Why one unit has its precision; the figures are there where a profile gave them."""
+
+    precision: Precision
+    reason: str = Field(default="", max_length=2_000)
+    headroom_octaves: float | None = None
+    flushed_share: float | None = None
+    error_score: float | None = None
+    saved_bytes: Number | None = None
+    saved_seconds: Number | None = None
+
+
+class VerificationEvidence(FrozenModel):
+    """What the proof did: paired runs on unused seeds against FP32. Margins are in units of the metric."""
+
+    num_seeds: int = Field(ge=0)
+    num_steps: int = Field(ge=0)
+    margin: float
+    provable_margin: float | None = None
+    verdicts: dict[str, str] = Field(default_factory=dict)
+
+
+class Evidence(FrozenModel):
+    arms: dict[str, ArmEvidence] = Field(default_factory=dict)
+    units: dict[str, UnitEvidence] = Field(default_factory=dict)
+    verification: VerificationEvidence | None = None
+
+
+class Provenance(FrozenModel):
+    """Where a policy comes from. Holds no path, host, user, URL or password."""
+
+    created: str | None = Field(default=None, max_length=64)
+    versions: dict[str, str] = Field(default_factory=dict)
+    device_type: str | None = Field(default=None, max_length=64)
+    device_name: str | None = Field(default=None, max_length=200)
+    device_capability: str | None = Field(default=None, max_length=32)
+    target_gpu: str | None = Field(default=None, max_length=64)
+    emulated: bool | None = None
+    task: str | None = Field(default=None, max_length=500)
+    study_name: str | None = Field(default=None, max_length=500)
+    settings: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+
+
+class Recommendation(FrozenModel):
+    choice: Literal["policy", "autocast", "fp32", "inconclusive"]
+    sentence: str = Field(max_length=2_000)
+    provisional: bool = False
+    prefer: Literal["balanced", "fastest", "smallest"] = "balanced"

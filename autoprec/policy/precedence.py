@@ -1,0 +1,63 @@
+"""Which rule of a policy decides for which module. Pure.
+
+Rules of precedence, for one module (names as `model.named_modules()` gives them):
+
+1. An exact name counts for that module and everything below it; the nearest one wins.
+   `{"layer4": "fp32", "layer4.0.conv1": "fp16"}`: `layer4.0.conv1` is fp16, the rest of `layer4` fp32.
+2. Where no exact name encloses the module, a glob that matches it or a module above it (the nearest first). Globs match
+   the full name, `*` also crosses dots; of several globs the one with the most literal characters wins, then the later.
+   `{"layer4.*": "fp32"}`: everything below `layer4`; `layer40` is not touched.
+3. The default. `{}`: every module computes in `default`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autoprec.policy.evidence import Precision
+    from autoprec.policy.values import Policy
+
+__all__ = ["is_glob", "resolve_precisions"]
+
+
+def is_glob(rule: str) -> bool:
+    return any(character in rule for character in "*?[")
+
+
+def resolve_precisions(
+    policy: Policy, parents: Mapping[str, str | None]
+) -> tuple[dict[str, Precision], dict[str, str | None]]:
+    """Resolve the policy for each module name by the precedence at the top of this file. Pure.
+
+    Args:
+        policy: the policy.
+        parents: each module name -> the name of the module it lives in, None for the root. Parents come first.
+
+    Returns:
+        The precision of each name, and the rule that decided it (None for the default).
+    """
+    exact: dict[str, str | None] = {}
+    glob: dict[str, str | None] = {}
+    globs = _ordered_globs(tuple(rule for rule in policy.modules if is_glob(rule)))
+    for name, parent in parents.items():
+        inherited_exact = None if parent is None else exact[parent]
+        inherited_glob = None if parent is None else glob[parent]
+        exact[name] = name if name in policy.modules and not is_glob(name) else inherited_exact
+        glob[name] = next((rule for rule, pattern in globs if pattern.match(name)), inherited_glob)
+    rules = {name: exact[name] or glob[name] for name in parents}
+    return {name: policy.default if rule is None else policy.modules[rule] for name, rule in rules.items()}, rules
+
+
+@lru_cache(maxsize=64)
+def _ordered_globs(rules: tuple[str, ...]) -> tuple[tuple[str, re.Pattern[str]], ...]:
+    def literals(item: tuple[int, str]) -> tuple[int, int]:
+        index, rule = item
+        return (sum(character not in "*?[]" for character in rule), index)
+
+    ordered = [rule for _, rule in sorted(enumerate(rules), key=literals, reverse=True)]
+    return tuple((rule, re.compile(fnmatch.translate(rule))) for rule in ordered)
