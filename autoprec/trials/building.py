@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -51,8 +51,9 @@ def build_task_optimizer(task: Task, policy: Policy, parameters: Any) -> torch.o
     Raises:
         TaskError: the function returned something else than an optimizer.
     """
-    if isinstance(task.optimizer, type) and issubclass(task.optimizer, torch.optim.Optimizer):
-        return build_optimizer(policy, task.optimizer, parameters, **task.optimizer_settings)
+    if isinstance(task.optimizer, type):
+        kind = cast("type[torch.optim.Optimizer]", task.optimizer)
+        return build_optimizer(policy, kind, parameters, **task.optimizer_settings)
     optimizer = task.optimizer(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autoprec.apply import apply_policy, build_grad_scaler, read_structure
-from autoprec.estimates.step import estimate_step
+from autoprec.estimates import estimate_step
 from autoprec.policy import Number, Policy, resolve_precisions
 from autoprec.tasks.batches import count_samples, move_batch, open_batches
 from autoprec.tasks.protocol import Batch, Task
@@ -83,7 +83,7 @@ def _policy_key(model: nn.Module, policy: Policy, gpu: str) -> str:
 def _estimate(model: nn.Module, task: Task, policy: Policy, gpu: str) -> TargetFigures:
     estimate = estimate_step(
         model,
-        lambda: _target_batch(task),
+        _target_batch(task),
         task.loss,
         policy=policy,
         optimizer=optimizer_function(task, policy),

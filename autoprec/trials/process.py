@@ -1,0 +1,96 @@
+"""The inside of a worker process: it builds the task once, then answers trials until its parent is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing import connection, process
+from typing import Any
+
+from autoprec.errors import AutoprecError
+from autoprec.trials.failures import describe, format_traceback
+
+__all__ = ["serve"]
+
+PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h."""
+WATCH_SECONDS = 1.0
+
+
+def serve(parent: connection.Connection, stderr: int, first: dict[str, Any]) -> None:
+    """Run as the process: `first` says what to build; each later message is one trial, each answer its outcome."""
+    _detach_from_terminal()
+    _die_with_parent()
+    os.dup2(stderr, 1)  # what the task prints must not end in the search's own output
+    os.dup2(stderr, 2)
+    os.close(stderr)
+    faulthandler.enable(file=2, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
+    sys.path[:] = first["path"]
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        task = _build(parent, first)
+        while task is not None:
+            _answer(parent, task, json.loads(parent.recv_bytes()))
+
+
+def _build(parent: connection.Connection, first: dict[str, Any]) -> Any:
+    import torch
+
+    from autoprec.tasks.source import TaskSource
+
+    torch.set_num_threads(first["num_threads"])
+    try:
+        task = TaskSource(**first["source"]).build()
+    except AutoprecError as error:
+        _send(parent, {"error": str(error)})
+        return None
+    except Exception as error:
+        _send(parent, {"error": f"{describe(error)}\n{format_traceback(error)}"})
+        return None
+    gc.collect()
+    gc.freeze()
+    _send(parent, {"ready": True})
+    return task
+
+
+def _answer(parent: connection.Connection, task: Any, message: dict[str, Any]) -> None:
+    from autoprec.policy import Policy
+    from autoprec.trials.outcome import TrialSettings
+    from autoprec.trials.runner import run_trial
+
+    settings = TrialSettings.model_validate(message["settings"])
+    outcome = run_trial(task, Policy.from_json(message["policy"]), settings)
+    _send(parent, {"outcome": outcome.model_dump(mode="json")})
+
+
+def _send(parent: connection.Connection, answer: dict[str, Any]) -> None:
+    parent.send_bytes(json.dumps(answer, allow_nan=False).encode())
+
+
+def _detach_from_terminal() -> None:
+    """Lead a process group of its own: Ctrl-C is the parent's to handle, and children end with one signal."""
+    with contextlib.suppress(OSError):
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # data loaders may start workers
+
+
+def _die_with_parent() -> None:
+    """Let the kernel end this process with its parent on Linux; elsewhere a thread watches for it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _watch_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(WATCH_SECONDS)
+    os._exit(1)
