@@ -25,7 +25,6 @@ __all__ = [
     "ScaleGuard",
     "ScaleCollapsedError",
     "low_precision_parameters",
-    "lift_parameters",
     "needs_closure",
 ]
 
@@ -173,8 +172,8 @@ class TrainingStep:
         low = low_precision_parameters(model, optimizers=self.optimizers)
         if low:
             raise ApplyError(
-                f"trainable parameters must be FP32 masters, found {_listed(low)}; load the model in FP32,"
-                " or call autoprec.training.lift_parameters(model) before the optimizer is built"
+                f"trainable parameters must be FP32 masters, found {_listed(low)}; load the model in FP32, or lift them"
+                " with apply_policy(..., lift_half_parameters=True) before the optimizer is built"
             )
         closures = [type(optimizer).__name__ for optimizer in self.optimizers if needs_closure(optimizer)]
         if closures and self.grad_scaler.is_enabled():
@@ -346,19 +345,6 @@ def low_precision_parameters(
                 name = f"optimizer {number}, group {group_number}, parameter {place} {tuple(p.shape)}"
                 found.setdefault(id(p), (name, p))
     return {name: p.dtype for name, p in found.values() if p.requires_grad and p.is_floating_point() and p.itemsize < 4}
-
-
-def lift_parameters(model: nn.Module) -> list[str]:
-    """Make every trainable parameter narrower than FP32 an FP32 master, in place, and return their names.
-
-    Build the optimizer afterwards. Buffers and frozen parameters keep their dtype.
-    """
-    low = low_precision_parameters(model)
-    for name, parameter in model.named_parameters():
-        if name in low:
-            parameter.data = parameter.data.float()
-            parameter.grad = None
-    return list(low)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
