@@ -32,6 +32,7 @@ from autoprec.policy import Policy, Precision
 __all__ = ["PolicyForward", "Region", "Root", "run_region", "run_root"]
 
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
+_NOTHING: frozenset[int] = frozenset()
 _task = torch._C._current_graph_task_id
 
 
@@ -104,20 +105,21 @@ def run_root(module: nn.Module, root: Root, /, *args: Any, **kwargs: Any) -> Any
     if root.uses_fp16 and not root.has_warned and device_type == "cpu":
         _warn_of_slow_fp16(root)
     outer = (local.key, local.task, local.root, local.cache, local.covered)
-    local.key, local.task, local.root, local.cache, local.covered = "", _task(), root, CastCache(), frozenset()
-    local.num_regions = 0
+    region, cache = root.region, CastCache()
     context = _outermost(root, device_type)
     clears = type(context) is not nullcontext
     try:
         if clears:
             torch.clear_autocast_cache()
         with context:
-            output = run_region(module, root.region, *args, **kwargs)
+            local.key, local.task, local.root, local.cache, local.covered = region.key, _task(), root, cache, _NOTHING
+            local.num_regions = 1
+            output = run_region(module, region, *args, **kwargs)
         return cast_tree(output, torch.float32)
     finally:
         if clears:
             torch.clear_autocast_cache()
-        local.num_casts = local.cache.num_casts
+        local.num_casts = cache.num_casts
         local.key, local.task, local.root, local.cache, local.covered = outer
 
 
@@ -127,20 +129,24 @@ def run_region(module: nn.Module, region: Region, /, *args: Any, **kwargs: Any) 
     local = LOCAL
     entered = not compiling and local.key == region.key and local.task == _task()
     if region.precision == "autocast":
-        if entered and not region.is_special:
-            inner = region.inner
-            return type(module).forward(module, *args, **kwargs) if inner is None else inner(*args, **kwargs)
         if entered:
-            return _call(module, region, args, kwargs)
+            if region.is_special or region.inner is not None:
+                return _call(module, region, args, kwargs)
+            return type(module).forward(module, *args, **kwargs)
         if not compiling:
             _refuse_copies(module, sys._getframe(1))
         with _context(region, device_type_of(module, args, kwargs), compiling):
             return _call(module, region, args, kwargs)
     if not (entered or compiling):
         _refuse_copies(module, sys._getframe(1))
+    dtype = region.dtype
     copies = Copies(assume_written=region.writes_input if compiling else None)
-    inputs = tuple([cast_tree(value, region.dtype, copies) for value in args])
-    named = {name: cast_tree(value, region.dtype, copies) for name, value in kwargs.items()} if kwargs else kwargs
+    inputs = args
+    for value in args:
+        if not (isinstance(value, torch.Tensor) and value.dtype is dtype):
+            inputs = tuple([cast_tree(value, dtype, copies) for value in args])
+            break
+    named = {name: cast_tree(value, dtype, copies) for name, value in kwargs.items()} if kwargs else kwargs
     if entered:
         output = _call_shadowed(module, region, inputs, named)
     else:
@@ -148,7 +154,7 @@ def run_region(module: nn.Module, region: Region, /, *args: Any, **kwargs: Any) 
             output = _call_shadowed(module, region, inputs, named)
     if copies.pairs or copies.tensors:
         copies.write_back()
-    return output if region.keeps_output else cast_tree(output, region.dtype)
+    return output if region.keeps_output else cast_tree(output, dtype)
 
 
 def _run_sequence(module: nn.Module, runs: list[tuple[list[str], Region]], value: Any) -> Any:

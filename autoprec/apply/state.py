@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -104,18 +105,29 @@ def _autocast_on_each(device_types: list[str], dtype: torch.dtype, enabled: bool
 
 def device_type_of(module: nn.Module, args: Any, kwargs: Any) -> str:
     """Return the device type that a forward computes on; two with a comma where inputs and weights lie apart."""
-    tensor = next((value for value in args if isinstance(value, torch.Tensor)), None)
+    tensor = None
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            if value.is_cpu and not _has_accelerator():
+                return "cpu"
+            tensor = value
+            break
     if tensor is None:
         tensor = first_tensor(args, kwargs)
         if tensor is None:
             _refuse_tracing([*args, *kwargs.values()])
     found = None if tensor is None else tensor.device.type
-    if found not in (None, "cpu") or (found == "cpu" and not torch.accelerator.is_available()):
+    if found not in (None, "cpu") or (found == "cpu" and not _has_accelerator()):
         return found
     parameter = next(module.parameters(), None)
     if parameter is None or parameter.device.type == found:
         return found or "cpu"
     return parameter.device.type if found is None else f"{found},{parameter.device.type}"
+
+
+@cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
 
 
 def _refuse_tracing(values: list[Any]) -> None:

@@ -113,10 +113,12 @@ def _governs(module: nn.Module, child_name: str) -> bool:
 
 
 def _wrapped_by(module: nn.Module) -> nn.Module | None:
+    if len(module._modules) != 1:
+        return None
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return module._modules["module"]
     for prefix in WRAPPER_PREFIXES[1:]:
         inner = module._modules.get(prefix)
-        if inner is not None and len(module._modules) == 1:
+        if inner is not None:
             return inner
     return None
