@@ -231,7 +231,7 @@ class TrainingStep:
             _check_loss(loss)
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
-            return loss
+            return losses[-1]
 
         optimizer.step(closure)  # type: ignore[arg-type]
         norm = self._norm([p.grad for p in self._parameters() if p.grad is not None])

@@ -324,7 +324,7 @@ class TestOptimizerKinds:
             optimizer.zero_grad()
             value = squared_error(plain, batch)
             value.backward()
-            return value
+            return value.detach()
 
         expected = optimizer.step(closure)  # type: ignore[arg-type]
         assert result.was_taken
