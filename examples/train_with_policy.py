@@ -74,9 +74,11 @@ def main() -> None:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             scaler.scale(loss).backward()
+            scale = scaler.get_scale()
             scaler.step(optimizer)
             scaler.update()
-            schedule.step()
+            if scaler.get_scale() >= scale:  # a step with inf or NaN gradients was skipped and lowered the scale
+                schedule.step()
             if step % 50 == 0 or step == args.steps - 1:
                 print(f"step {step:4d}  loss {loss.item():.4f}  scale {scaler.get_scale():g}", flush=True)
     with autoprec.suspend_policy(model):
