@@ -1,7 +1,7 @@
 """Print what emulated FP16 costs on this CPU and how closely it follows FP32 and torch's own FP16 kernels.
 
-    python benchmarks/emulation.py speed [--threads 2] [--own-steps 2]
-    python benchmarks/emulation.py trajectory
+    python benchmarks/emulation.py [speed] [--threads 2] [--own-steps 2]
+    python benchmarks/emulation.py trajectory [--init-scale 65536]
     python benchmarks/emulation.py accuracy [--num-steps 200] [--num-seeds 3]
 
 Arms run side by side, one step each in turn; a figure is the median of its arm's steps. Every arm but fp32 runs inside
@@ -74,11 +74,17 @@ class Arm:
         self.scales.append(self.scaler.get_scale())
 
 
-def make_arm(name: str, make_model: Callable[[], torch.nn.Module], seed: int, optimizer: str = "adamw") -> Arm:
+def make_arm(
+    name: str,
+    make_model: Callable[[], torch.nn.Module],
+    seed: int,
+    optimizer: str = "adamw",
+    init_scale: float = 2.0**16,
+) -> Arm:
     torch.manual_seed(seed)
     model = make_model()
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    scaler = torch.amp.GradScaler("cpu", enabled=name != "fp32")
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, enabled=name != "fp32")
     return Arm(name, model, kinds[optimizer](model.parameters(), lr=1e-3 if optimizer == "adamw" else 1e-2), scaler)
 
 
@@ -121,11 +127,11 @@ def medians(arm: Arm) -> tuple[float, float]:
     return wall, cpu
 
 
-def print_trajectory(num_steps: int) -> None:
+def print_trajectory(num_steps: int, init_scale: float) -> None:
     print(f"{'optimizer':<10} {'step':>4} {'fp32':>10} {'emulated':>10} {'own':>10} {'difference':>11} {'scales':>16}")
     images, labels, _, _ = digits(0)
     for optimizer in ("sgd", "adamw"):
-        arms = {arm: make_arm(arm, resnet18, 0, optimizer) for arm in ARITHMETIC}
+        arms = {arm: make_arm(arm, resnet18, 0, optimizer, init_scale) for arm in ARITHMETIC}
         for index, batch in enumerate(batches(images, labels, num_steps, 0)):
             for arm in arms.values():
                 arm.step(*batch)
@@ -133,7 +139,7 @@ def print_trajectory(num_steps: int) -> None:
             difference = abs(emulated.losses[-1] - own.losses[-1]) / own.losses[-1]
             scales = f"{emulated.scales[-1]:.0f} {own.scales[-1]:.0f}"
             losses = f"{single.losses[-1]:>10.6f} {emulated.losses[-1]:>10.6f} {own.losses[-1]:>10.6f}"
-            print(f"{optimizer:<10} {index + 1:>4} {losses} {difference:>10.3%} {scales:>16}")
+            print(f"{optimizer:<10} {index + 1:>4} {losses} {difference:>10.3%} {scales:>16}", flush=True)
 
 
 @torch.no_grad()
@@ -168,10 +174,11 @@ def print_accuracy(num_steps: int, num_seeds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "trajectory", "accuracy"])
+    parser.add_argument("what", nargs="?", default="speed", choices=["speed", "trajectory", "accuracy"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--num-steps", type=int, default=None)
     parser.add_argument("--own-steps", type=int, default=2, help="steps with torch's own FP16 kernels (slow)")
+    parser.add_argument("--init-scale", type=float, default=2.0**16, help="of the trajectory's GradScaler")
     parser.add_argument("--num-seeds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -182,7 +189,7 @@ def main() -> None:
     if options.what == "speed":
         print_speed(options.num_steps or 12, options.own_steps)
     elif options.what == "trajectory":
-        print_trajectory(options.num_steps or 5)
+        print_trajectory(options.num_steps or 4, options.init_scale)
     else:
         print_accuracy(options.num_steps or 200, options.num_seeds)
 

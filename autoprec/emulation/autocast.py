@@ -107,7 +107,9 @@ def _install() -> ExitStack:
     _warn_of_unknown_rules()
     with ExitStack() as stack:
         stack.enter_context(_register(_kernels()))
-        for context in (follow_torch_cache(), _fused_attention_off(), _no_graph_across()):
+        # TorchScript's own derivatives assume that an operator keeps its input's dtype; autograd's do not
+        script_op_by_op = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
+        for context in (follow_torch_cache(), _fused_attention_off(), _no_graph_across(), script_op_by_op):
             stack.enter_context(context)
         return stack.pop_all()
 

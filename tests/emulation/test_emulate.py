@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -175,6 +176,51 @@ def test_modules_give_the_dtypes_of_cuda_autocast(part: str, grad: bool) -> None
     model = make()
     with torch.set_grad_enabled(grad), emulate(), torch.autocast("cpu", HALF):
         assert results(model, *inputs) == expected
+
+
+NO_FAKE = {"lstm", "gru", "rnn", "gru_cell", "traced"}  # cuDNN's layers ask for a driver, a trace holds real tensors
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part not in NO_FAKE])
+def test_the_dtypes_of_modules_are_those_of_torch_s_own_cuda_kernels(part: str, real_cuda_autocast: Any) -> None:
+    make, inputs, expected = PARTS[part]
+    with real_cuda_autocast():
+        assert results(make(), *(torch.zeros(i.shape, dtype=i.dtype) for i in inputs)) == expected
+
+
+def test_fake_tensors_follow_the_rules() -> None:
+    with FakeTensorMode(), cuda_autocast_rules():
+        encoder, lstm = nn.TransformerEncoderLayer(4, 2, 8), nn.LSTM(4, 5)
+        with torch.autocast("cpu", HALF):
+            outputs = encoder(torch.empty(3, 2, 4)), lstm(torch.empty(3, 2, 4))[0]
+        assert [output.dtype for output in outputs] == [SINGLE, HALF]
+        sum(output.float().sum() for output in outputs).backward()
+        assert {p.grad.dtype for p in [*encoder.parameters(), *lstm.parameters()] if p.grad is not None} == {SINGLE}
+
+
+def test_gradients_of_functional_calls_are_emulated() -> None:
+    model, x = nn.Linear(4, 1), torch.randn(3, 4)
+
+    def loss(parameters: dict[str, torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", HALF):
+            return torch.func.functional_call(model, parameters, (batch,)).float().sum()
+
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    with emulate():
+        whole = torch.func.grad(loss)(parameters, x)
+        single = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    torch.testing.assert_close(single["weight"].sum(0), whole["weight"], rtol=2e-3, atol=2e-3)
+
+
+def test_a_traced_module_trains_step_after_step() -> None:
+    model = traced()
+    for _ in range(4):
+        with emulate():
+            with torch.autocast("cpu", HALF):
+                _, probabilities = model(torch.ones(2, 4))
+            probabilities[:, 0].sum().backward()
+    assert model.linear.weight.grad is not None
+    assert bool(model.linear.weight.grad.any())
 
 
 def test_packed_sequences_keep_their_lengths() -> None:

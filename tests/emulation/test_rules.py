@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torchvision  # noqa: F401  (registers its operators)
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoprec.emulation import autocast, cuda_autocast_rules, rules
 from autoprec.emulation.rules import CUDNN_RECURRENT, LIKE_CUDA_ON_CPU, NEVER_ON_CPU, RULES, Policy
@@ -172,20 +171,6 @@ def call(name: str, dtype: torch.dtype, device: str, first: torch.dtype | None =
 
 
 @contextmanager
-def real_cuda_autocast() -> Iterator[None]:
-    """Run torch's own AutocastCUDA kernels on fake CUDA tensors, which needs no GPU."""
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", HALF)
-    try:
-        with FakeTensorMode():
-            yield
-    finally:
-        torch.set_autocast_enabled("cuda", before[0])
-        torch.set_autocast_dtype("cuda", before[1])
-
-
-@contextmanager
 def emulated_autocast(dtype: torch.dtype = HALF) -> Iterator[None]:
     with cuda_autocast_rules(), torch.autocast("cpu", dtype):
         yield
@@ -239,7 +224,7 @@ def emulated_outcomes() -> dict[tuple[str, torch.dtype], list[torch.dtype] | str
 
 
 @pytest.fixture(scope="module")
-def cuda_outcomes() -> dict[tuple[str, torch.dtype], list[torch.dtype] | str]:
+def cuda_outcomes(real_cuda_autocast: Any) -> dict[tuple[str, torch.dtype], list[torch.dtype] | str]:
     keys = [(name, dtype) for name in CALLED for dtype in (HALF, SINGLE) if name not in NO_FAKE]
     with real_cuda_autocast():
         return {(name, dtype): outcome(name, dtype, "cuda") for name, dtype in keys}
@@ -248,7 +233,6 @@ def cuda_outcomes() -> dict[tuple[str, torch.dtype], list[torch.dtype] | str]:
 # the cuDNN cell asks for a driver and these torchvision operators have no fake kernel
 NO_FAKE = {
     "aten::gru_cell",
-    "aten::lstm_cell",
     *(f"torchvision::{n}" for n in ["nms", "roi_pool", "ps_roi_align", "ps_roi_pool"]),
 }
 
@@ -261,7 +245,7 @@ def test_result_dtypes_equal_those_of_torch_s_own_cuda_kernels(
     assert emulated_outcomes[name, dtype] == cuda_outcomes[name, dtype]
 
 
-def test_promotion_of_mixed_inputs_equals_torch_s_own_cuda_kernels() -> None:
+def test_promotion_of_mixed_inputs_equals_torch_s_own_cuda_kernels(real_cuda_autocast: Any) -> None:
     names = [name for name in CALLED if RULES[name] is Policy.PROMOTE]
     mixed = [(HALF, SINGLE), (SINGLE, HALF)]
     with real_cuda_autocast():
