@@ -1,0 +1,6 @@
+"""The search: an Optuna study over a model's units, the proof of its finalists, and the recommendation."""
+
+from autoprec.search.pipeline import SearchResult, run_search, search_policy
+from autoprec.search.plan import SearchPlan, SearchSettings, prepare_search
+
+__all__ = ["search_policy", "prepare_search", "run_search", "SearchSettings", "SearchPlan", "SearchResult"]

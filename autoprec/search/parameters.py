@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from autoprec.errors import UsageError
@@ -59,6 +61,15 @@ class Parameters:
             if name in self.distributions and _holds(self.distributions[name], value):
                 chosen[name] = value
         return chosen
+
+    def random_values(self, rng: np.random.Generator, fixed: Mapping[str, ParameterValue]) -> dict[str, ParameterValue]:
+        """Draw a value for each parameter, evenly (on a logarithmic scale where it has one); `fixed` are not drawn."""
+        return {n: fixed[n] if n in fixed else _draw(d, rng) for n, d in self.distributions.items()}
+
+    @property
+    def fixed(self) -> dict[str, ParameterValue]:
+        """Parameters that no sampler draws: BF16 as autocast's dtype is a baseline and nothing else."""
+        return {AUTOCAST_DTYPE: "fp16"} if AUTOCAST_DTYPE in self.distributions else {}
 
     @property
     def free_decisions(self) -> list[Decision]:
@@ -171,6 +182,16 @@ def _distribution(allowed: Range, default: bool | int | float) -> BaseDistributi
     if isinstance(default, int):
         return IntDistribution(round(low), round(high), log=allowed.log)
     return FloatDistribution(low, high, log=allowed.log)
+
+
+def _draw(distribution: BaseDistribution, rng: np.random.Generator) -> ParameterValue:
+    if isinstance(distribution, CategoricalDistribution):
+        choice: ParameterValue = distribution.choices[int(rng.integers(len(distribution.choices)))]  # type: ignore[assignment]
+        return choice
+    assert isinstance(distribution, FloatDistribution | IntDistribution)
+    low, high = float(distribution.low), float(distribution.high)
+    value = math.exp(rng.uniform(math.log(low), math.log(high))) if distribution.log else rng.uniform(low, high)
+    return round(value) if isinstance(distribution, IntDistribution) else min(max(value, low), high)
 
 
 def _holds(distribution: BaseDistribution, value: ParameterValue) -> bool:

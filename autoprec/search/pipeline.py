@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import optuna
 from optuna.storages import RDBStorage
 
 from autoprec.errors import UsageError
+from autoprec.estimates.gpus import gpu_by_name
 from autoprec.policy import Policy, load_policy, write_atomically
 from autoprec.search.arms import FP32
 from autoprec.search.events import Events
 from autoprec.search.export import exported_policy, front_document, to_json
-from autoprec.search.parameters import AUTOCAST_DTYPE
-from autoprec.search.plan import MAX_FINALISTS, SearchPlan
+from autoprec.search.measuring import open_measure
+from autoprec.search.plan import MAX_FINALISTS, SearchPlan, SearchSettings, prepare_search, resolve_device
 from autoprec.search.recommendation import Candidate, Choice, choose, rank
 from autoprec.search.runner import Measure, run_trials
 from autoprec.search.samplers import build_sampler, quiet_optuna
 from autoprec.search.storage import alone, open_storage, sqlite_url
 from autoprec.search.study import OBJECTIVES, SearchStudy, TrialRecord, name_objectives, open_study
 from autoprec.search.verification import Contender, RunStore, Verification, verify
+from autoprec.tasks.batches import count_samples, open_batches
+from autoprec.tasks.protocol import Task
+from autoprec.trials.outcome import TrialSettings
 
-__all__ = ["SearchResult", "run_search"]
+__all__ = ["SearchResult", "run_search", "search_policy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,36 @@ class SearchResult:
     @property
     def is_conclusive(self) -> bool:
         return self.choice.kind != "inconclusive"
+
+
+def search_policy(
+    task: Task,
+    *,
+    device: str | None = None,
+    gpu: str = "a100-80",
+    seed: int = 0,
+    trial_timeout: float | None = 900.0,
+    events: Events | None = None,
+    **settings: Any,
+) -> SearchResult:
+    """Search the precision policy of a task: `search_policy(task, n_trials=12, output=Path("runs/mine"))`.
+
+    Args:
+        task: what is trained; with a `source` its trials run in a process of their own.
+        device: where trials train; None takes CUDA where there is one.
+        gpu: the target of computed and predicted numbers where the device is a CPU.
+        seed: start weights, batch order and samples.
+        trial_timeout: seconds after which a trial is ended, where it runs in a process of its own.
+        events: hears the progress.
+        settings: fields of `SearchSettings`.
+
+    Raises:
+        UsageError, StudyError, TaskError: as `prepare_search` and `run_search`.
+    """
+    trial = TrialSettings(seed=seed, device=resolve_device(device), gpu=gpu_by_name(gpu).name)
+    plan = prepare_search(task, trial=trial, settings=SearchSettings(**settings))
+    with open_measure(task, timeout_seconds=trial_timeout) as measure:
+        return run_search(plan, measure, events=events)
 
 
 def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = None) -> SearchResult:
@@ -73,15 +107,14 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
             )
             verification = _prove(plan, study, measure, storage, events)
         except KeyboardInterrupt:
-            with contextlib.suppress(StopIteration):
+            if study.fp32 is not None:
                 _finish(plan, study, verification)
             raise
         return _finish(plan, study, verification)
 
 
 def _open(plan: SearchPlan, storage: RDBStorage) -> SearchStudy:
-    fixed = {AUTOCAST_DTYPE: "fp16"} if AUTOCAST_DTYPE in plan.parameters.distributions else {}
-    sampler = build_sampler(plan.settings.sampler, seed=plan.trial.seed, fixed=fixed)
+    sampler = build_sampler(plan.settings.sampler, seed=plan.trial.seed, fixed=plan.parameters.fixed)
     return open_study(
         storage,
         name=plan.study_name,
@@ -149,8 +182,6 @@ def _resolution(plan: SearchPlan) -> float:
     """Return the smallest step of an accuracy: one sample of the held-out data; 0 for another metric."""
     if plan.task.metric is None or plan.task.metric_name != "accuracy":
         return 0.0
-    from autoprec.tasks.batches import count_samples, open_batches
-
     count = plan.task.num_samples or count_samples
     return 1.0 / max(1, sum(count(batch) for batch in open_batches(plan.task.eval_batches, name="held-out")))
 

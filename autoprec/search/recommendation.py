@@ -107,7 +107,7 @@ def choose(
     reference = next(c for c in candidates if c.name == FP32)
     ranked = rank(candidates, reference, prefer)
     verdicts = verification.verdicts
-    best = next(c for c in ranked if c.name in verdicts and verdicts[c.name].is_safe)
+    best = next(c for c in ranked if c is reference or (c.name in verdicts and verdicts[c.name].is_safe))
     better_but_open = [c for c in ranked[: ranked.index(best)] if _kind(c, verdicts) == "open"]
     if best is reference and better_but_open:
         return _inconclusive(better_but_open, reference, verification, prefer, target_is_here)
@@ -125,6 +125,9 @@ def choose(
 def _inconclusive(
     better: Sequence[Candidate], reference: Candidate, verification: Verification, prefer: Prefer, here: bool
 ) -> Choice:
+    if not verification.verdicts:
+        sentence = f"Inconclusive: {_and(better)} would use less memory or time, but nothing is verified yet."
+        return Choice("inconclusive", FP32, reference.policy, sentence, not here, prefer)
     provable = verification.provable_margin
     could = "" if provable is None else f" (the smallest margin it could prove is {provable:.3f})"
     sentence = (

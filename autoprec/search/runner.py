@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from optuna.trial import Trial
 
 from autoprec.errors import StudyError, TaskError
 from autoprec.policy import Policy
 from autoprec.search.arms import FP32, Arm
 from autoprec.search.events import Events
+from autoprec.search.parameters import ParameterValue
 from autoprec.search.study import SearchStudy, TrialRecord
 from autoprec.trials.outcome import Outcome, TrialSettings
 
@@ -16,8 +20,10 @@ __all__ = ["Measure", "run_trials"]
 Measure = Callable[[Policy, TrialSettings], Outcome]
 """Run one trial. Never raises for a policy that diverges or is impossible."""
 
-MAX_REPEATS = 40
-"""Equal policies in a row, told from the study without a run, after which the space counts as exhausted."""
+MAX_REPEATS = 8
+"""Equal policies in a row, answered from the study without a run, after which a new policy is looked for at random."""
+MAX_DRAWS = 500
+"""Random policies that must all have been run before, for the space to count as exhausted."""
 
 
 def run_trials(
@@ -34,44 +40,71 @@ def run_trials(
     Raises:
         TaskError, StudyError: FP32 itself does not train, so that nothing can be compared.
     """
+    run = _Runner(study, measure, n_trials=n_trials, settings=settings, events=events)
     done = {record.arm for record in study.records}
     for arm in arms:
         if arm.name not in done and (arm.is_baseline or study.num_finished < n_trials):
-            _run_one(study, measure, arm=arm, n_trials=n_trials, settings=settings, events=events)
+            run.arm(arm)
     repeats = 0
     while study.num_finished < n_trials and not study.is_exhausted:
-        record = _run_one(study, measure, arm=None, n_trials=n_trials, settings=settings, events=events)
-        repeats = repeats + 1 if record.is_cached else 0
-        if repeats >= MAX_REPEATS:
+        values = _unseen_values(study, seed=settings.seed) if repeats >= MAX_REPEATS else None
+        if repeats >= MAX_REPEATS and values is None:
             study.mark_exhausted()
-            events.note(f"the last {MAX_REPEATS} policies asked for were run before: the search space is exhausted")
+            events.note(f"the search space is exhausted: {MAX_DRAWS} random policies were all run before")
+        else:
+            repeats = repeats + 1 if run.sample(values).is_cached else 0
 
 
-def _run_one(
-    study: SearchStudy,
-    measure: Measure,
-    *,
-    arm: Arm | None,
-    n_trials: int,
-    settings: TrialSettings,
-    events: Events,
-) -> TrialRecord:
-    trial = study.ask(arm)
-    try:
-        policy = arm.policy if arm else study.parameters.policy(trial.params)
-        equal = _equal_record(study, policy)
-        if equal is not None:
-            return study.tell(trial, policy, equal.outcome, cached_from=equal.number)
-        events.trial_started(trial.number, arm.name if arm else "sampled", policy)
-        outcome = measure(policy, settings)
-        if arm is not None and arm.name == FP32:
-            _require_reference(outcome)
-        record = study.tell(trial, policy, outcome)
-    except BaseException:
-        study.fail(trial)
-        raise
-    events.trial_finished(record, num_finished=study.num_finished, n_trials=n_trials)
-    return record
+class _Runner:
+    """Runs one trial at a time: ask, look for an equal one, measure, tell."""
+
+    def __init__(
+        self, study: SearchStudy, measure: Measure, *, n_trials: int, settings: TrialSettings, events: Events
+    ) -> None:
+        self._study = study
+        self._measure = measure
+        self._n_trials = n_trials
+        self._settings = settings
+        self._events = events
+
+    def arm(self, arm: Arm) -> TrialRecord:
+        """Run a baseline or warm start; FP32's failure stops the search."""
+        check = _require_reference if arm.name == FP32 else None
+        return self._run(self._study.ask(arm.values, arm=arm.name), arm.policy, arm.name, check)
+
+    def sample(self, values: Mapping[str, ParameterValue] | None) -> TrialRecord:
+        """Run the given values, or what the sampler asks for."""
+        trial = self._study.ask(values)
+        return self._run(trial, self._study.parameters.policy(trial.params), "sampled", None)
+
+    def _run(self, trial: Trial, policy: Policy, label: str, check: Callable[[Outcome], None] | None) -> TrialRecord:
+        try:
+            equal = _equal_record(self._study, policy)
+            if equal is not None:
+                return self._study.tell(trial, policy, equal.outcome, cached_from=equal.number)
+            self._events.trial_started(trial.number, label, policy)
+            outcome = self._measure(policy, self._settings)
+            if check is not None:
+                check(outcome)
+            record = self._study.tell(trial, policy, outcome)
+        except BaseException:
+            self._study.fail(trial)
+            raise
+        num_finished = self._study.num_finished
+        self._events.trial_finished(record, num_finished=num_finished, n_trials=self._n_trials)
+        return record
+
+
+def _unseen_values(study: SearchStudy, *, seed: int) -> dict[str, ParameterValue] | None:
+    """Draw values whose policy was not run yet; None where many draws find none."""
+    known = {record.key for record in study.records}
+    parameters = study.parameters
+    rng = np.random.default_rng([seed, len(study.records)])
+    for _ in range(MAX_DRAWS):
+        values = parameters.random_values(rng, parameters.fixed)
+        if parameters.key(parameters.policy(values)) not in known:
+            return values
+    return None
 
 
 def _equal_record(study: SearchStudy, policy: Policy) -> TrialRecord | None:

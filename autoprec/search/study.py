@@ -14,9 +14,9 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from autoprec.errors import StudyError, UsageError
 from autoprec.policy import Policy
-from autoprec.search.arms import FP32, Arm
+from autoprec.search.arms import FP32
 from autoprec.search.fingerprint import Identity, first_difference
-from autoprec.search.parameters import Parameters
+from autoprec.search.parameters import Parameters, ParameterValue
 from autoprec.trials.outcome import Outcome
 
 __all__ = ["OBJECTIVES", "Limits", "TrialRecord", "SearchStudy", "open_study", "objective_values"]
@@ -92,10 +92,10 @@ class SearchStudy:
     def mark_exhausted(self) -> None:
         self.study.set_user_attr(EXHAUSTED, True)
 
-    def ask(self, arm: Arm | None = None) -> Trial:
-        """Ask for a trial: the arm's values where one is given, else the sampler's."""
-        if arm is not None:
-            self.study.enqueue_trial(dict(arm.values), user_attrs={"arm": arm.name})
+    def ask(self, values: Mapping[str, ParameterValue] | None = None, *, arm: str = "") -> Trial:
+        """Ask for a trial with `values`, those of the arm called `arm` where it has a name; None asks the sampler."""
+        if values is not None:
+            self.study.enqueue_trial(dict(values), user_attrs={"arm": arm} if arm else {})
         return self.study.ask(fixed_distributions=dict(self.parameters.distributions))
 
     def tell(self, trial: Trial, policy: Policy, outcome: Outcome, *, cached_from: int | None = None) -> TrialRecord:

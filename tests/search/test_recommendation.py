@@ -1,0 +1,104 @@
+"""What is recommended, given numbers and verdicts."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoprec.policy import Number, Policy
+from autoprec.search.arms import BASELINES
+from autoprec.search.recommendation import Candidate, Choice, Prefer, choose, gain, rank
+from autoprec.search.statistics import PairedDifference
+from autoprec.search.verification import Proof, Verdict, Verification
+from autoprec.trials.outcome import Outcome
+
+FOUND = Policy(default="autocast", modules={"norm": "fp16"})
+
+
+def candidate(name: str, memory: float, throughput: float) -> Candidate:
+    outcome = Outcome(
+        kind="ok",
+        peak_memory_bytes=Number(value=memory, kind="computed"),
+        throughput_samples_per_second=Number(value=throughput, kind="predicted"),
+    )
+    return Candidate(name, BASELINES.get(name, FOUND), name, outcome)
+
+
+FP32 = candidate("fp32", 10.0, 100.0)
+FP16 = candidate("autocast fp16", 6.0, 200.0)
+BF16 = candidate("autocast bf16", 6.0, 200.0)
+
+
+def decide(
+    candidates: list[Candidate], kinds: dict[str, str], prefer: Prefer = "balanced", here: bool = False
+) -> Choice:
+    difference = PairedDifference(6, -0.001, 0.004)
+    verdicts = {
+        name: Verdict(kind, None if kind == "reference" else difference, "")  # type: ignore[arg-type]
+        for name, kind in {"fp32": "reference", **kinds}.items()
+    }
+    verification = Verification(Proof(margin=0.02), verdicts, {"fp32": dict.fromkeys(range(6), FP32.outcome)})
+    return choose(candidates, verification, prefer=prefer, target="A100", target_is_here=here)
+
+
+def test_a_proved_policy_that_saves_memory_is_recommended() -> None:
+    found = candidate("trial 7", 5.4, 200.0)
+    choice = decide([FP32, FP16, found], {"autocast fp16": "proved", "trial 7": "proved"})
+    assert (choice.kind, choice.name, choice.policy) == ("policy", "trial 7", FOUND)
+    assert "0.54x the memory and 2.00x the throughput of FP32 on A100" in choice.sentence
+
+
+@pytest.mark.parametrize("memory", [5.99, 5.95])
+def test_less_than_one_percent_is_no_reason_to_leave_plain_autocast(memory: float) -> None:
+    found = candidate("trial 7", memory, 200.0)
+    choice = decide([FP32, FP16, found], {"autocast fp16": "proved", "trial 7": "proved"})
+    assert (choice.kind, choice.name) == ("autocast", "autocast fp16")
+
+
+def test_bf16_needs_no_scaler_and_wins_a_tie() -> None:
+    choice = decide([FP32, FP16, BF16], {"autocast fp16": "proved", "autocast bf16": "proved"})
+    assert choice.name == "autocast bf16"
+
+
+def test_an_open_policy_is_never_recommended_and_is_named() -> None:
+    found = candidate("trial 7", 5.0, 220.0)
+    choice = decide([FP32, FP16, found], {"autocast fp16": "proved", "trial 7": "open"})
+    assert choice.name == "autocast fp16"
+    assert "trial 7 would be better but is not proved" in choice.sentence
+
+
+def test_with_everything_low_open_the_answer_is_inconclusive_and_the_policy_is_fp32() -> None:
+    choice = decide([FP32, FP16], {"autocast fp16": "open"})
+    assert (choice.kind, choice.policy) == ("inconclusive", Policy(default="fp32"))
+    assert "cannot prove a margin of 0.02" in choice.sentence
+    assert "0.004" in choice.sentence
+
+
+def test_refuted_policies_leave_fp32_which_needs_no_proof() -> None:
+    choice = decide([FP32, FP16], {"autocast fp16": "refuted"})
+    assert choice.kind == "fp32"
+    assert choice.sentence.startswith("Stay with FP32: autocast FP16 lost accuracy")
+
+
+def test_an_open_policy_that_is_no_better_does_not_stand_in_the_way_of_fp32() -> None:
+    slow = candidate("autocast fp16", 10.0, 80.0)
+    choice = decide([FP32, slow], {"autocast fp16": "open"})
+    assert choice.kind == "fp32"
+    assert "no lower precision saves" in choice.sentence
+
+
+def test_without_the_target_the_recommendation_is_provisional_and_with_it_not() -> None:
+    assert decide([FP32, FP16], {"autocast fp16": "proved"}).provisional
+    assert "provisional: A100 was not there" in decide([FP32, FP16], {"autocast fp16": "proved"}).sentence
+    there = decide([FP32, FP16], {"autocast fp16": "proved"}, here=True)
+    assert not there.provisional
+    assert "provisional" not in there.sentence
+
+
+@pytest.mark.parametrize(("prefer", "expected"), [("fastest", "fast"), ("smallest", "small"), ("balanced", "even")])
+def test_the_preference_decides(prefer: Prefer, expected: str) -> None:
+    several = [candidate("fast", 9.0, 300.0), candidate("small", 4.0, 100.0), candidate("even", 4.5, 220.0)]
+    assert rank([FP32, *several], FP32, prefer)[0].name == expected
+
+
+def test_gain_is_the_product_of_both_ratios_when_balanced() -> None:
+    assert gain(candidate("x", 5.0, 150.0), FP32, "balanced") == pytest.approx(150 / 100 * 10 / 5 - 1)
