@@ -14,6 +14,7 @@ from autoprec.errors import TaskError
 from autoprec.policy import Policy
 from autoprec.tasks.batches import move_batch, open_batches
 from autoprec.tasks.protocol import Task
+from autoprec.training import needs_closure
 
 __all__ = ["build_model", "build_task_optimizer", "build_scheduler", "optimizer_function"]
 
@@ -49,11 +50,11 @@ def build_task_optimizer(task: Task, policy: Policy, parameters: Any) -> torch.o
     A class gets the task's settings; a function gets the parameters alone, and its groups the policy's values.
 
     Raises:
-        TaskError: the function returned something else than an optimizer.
+        TaskError: the function returned something else than an optimizer, or it needs a closure (LBFGS).
     """
     if isinstance(task.optimizer, type):
         kind = cast("type[torch.optim.Optimizer]", task.optimizer)
-        return build_optimizer(policy, kind, parameters, **task.optimizer_settings)
+        return _without_closure(task, build_optimizer(policy, kind, parameters, **task.optimizer_settings))
     optimizer = task.optimizer(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(
@@ -62,6 +63,15 @@ def build_task_optimizer(task: Task, policy: Policy, parameters: Any) -> torch.o
     chosen = {} if policy.optimizer is None else {"eps": policy.optimizer.eps, "amsgrad": policy.optimizer.amsgrad}
     for group in optimizer.param_groups:
         group.update({key: value for key, value in chosen.items() if value is not None and key in group})
+    return _without_closure(task, optimizer)
+
+
+def _without_closure(task: Task, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    if needs_closure(optimizer):
+        raise TaskError(
+            f"task {task.name!r}: {type(optimizer).__name__} evaluates the loss in a closure, which grad scalers do not"
+            " support; policies with FP16 could not be compared: use another optimizer"
+        )
     return optimizer
 
 

@@ -91,7 +91,10 @@ def format_traceback(error: BaseException) -> str:
 def _module_name(error: BaseException, model: nn.Module) -> str | None:
     names = {id(module): name for name, module in model.named_modules()}
     place = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
+    # The first frame is the one that caught the error: reading its locals would tie the error to itself, and keep all
+    # that its frames hold alive until the next collection of cycles.
+    inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    for frame, _ in traceback.walk_tb(inner):
         name = names.get(id(frame.f_locals.get("self")))
         place = name or place
     return place

@@ -1,0 +1,96 @@
+"""Small tasks for the tests of trials; `build` is what a worker process calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoprec.tasks import Task
+
+
+def batches(seed: int, *, num_batches: int = 6, size: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(num_batches, size, 4, generator=generator)
+    return [(x, (x.sum(1) > 0).long()) for x in inputs]
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def share_correct(model: nn.Module, batch: Any) -> torch.Tensor:
+    return (model(batch[0]).argmax(1) == batch[1]).float().mean()
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def small_task(**changes: Any) -> Task:
+    settings: dict[str, Any] = {
+        "name": "small",
+        "model": network,
+        "train_batches": batches(0),
+        "eval_batches": batches(1),
+        "loss": cross_entropy,
+        "metric": share_correct,
+    }
+    return Task(**(settings | changes))
+
+
+class _Faulty(nn.Module):
+    """A network whose forward does something bad in one half precision, and nothing else in FP32."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.inside = network()
+        self.fault = fault
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inside(x)
+        if y.dtype == torch.bfloat16 or self.fault.startswith("always:"):
+            _FAULTS[self.fault.removeprefix("always:")]()
+        return y
+
+
+def _spin() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def _abort() -> None:
+    print("about to abort", flush=True)
+    os.abort()
+
+
+class _Unpicklable(Exception):  # noqa: N818
+    def __init__(self) -> None:
+        super().__init__("a lambda inside")
+        self.function = lambda: None
+
+
+def _raise_unpicklable() -> None:
+    raise _Unpicklable
+
+
+_FAULTS = {
+    "none": lambda: None,
+    "hang": _spin,
+    "abort": _abort,
+    "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "exit": lambda: os._exit(3),
+    "unpicklable": _raise_unpicklable,
+}
+
+
+def build(fault: str = "none") -> Task:
+    return small_task(name=f"faulty-{fault}", model=lambda: _Faulty(fault))
+
+
+def build_nothing() -> None:
+    return None

@@ -1,0 +1,197 @@
+"""The worker process: what hangs, crashes or prints in it is a result here, and the next trial is as if alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_tasks import build, small_task
+
+from autoprec.errors import TaskError
+from autoprec.policy import Policy
+from autoprec.tasks import TaskSource
+from autoprec.trials import InlineWorker, Outcome, TrialSettings, Worker, open_worker
+
+FP32 = Policy(default="fp32")
+BF16 = Policy(default="autocast", dtype="bf16")
+SHORT = TrialSettings(warmup_steps=1, measured_steps=2, batchnorm_batches=1)
+FILE = Path(__file__).with_name("small_tasks.py")
+
+
+def source(fault: str = "none", *, function: str = "build") -> TaskSource:
+    arguments = {"fault": fault} if function == "build" else {}
+    return TaskSource("function", {"name": f"{FILE}:{function}", "arguments": arguments})
+
+
+def numbers(outcome: Outcome) -> dict[str, Any]:
+    return outcome.model_dump(exclude={"wall_seconds", "step_seconds_here"})
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return True
+
+
+def ends_within(pid: int, *, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_running(pid)
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Iterator[Worker]:
+    with Worker(source(), num_threads=1) as worker:
+        yield worker
+
+
+def test_a_trial_in_the_worker_equals_one_in_this_process(healthy: Worker) -> None:
+    assert numbers(healthy.run(FP32, SHORT)) == numbers(InlineWorker(build()).run(FP32, SHORT))
+
+
+def test_the_process_is_kept_between_trials(healthy: Worker) -> None:
+    healthy.run(FP32, SHORT)
+    pid = healthy.pid
+    healthy.run(BF16, SHORT)
+    assert healthy.pid == pid is not None
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        ("hang", "timeout", "no result within 2 s"),
+        ("abort", "crashed", "signal SIGABRT"),
+        ("segfault", "crashed", "signal SIGSEGV"),
+        ("exit", "crashed", "exit code 3"),
+    ],
+)
+def test_a_process_that_hangs_or_dies_is_replaced(healthy: Worker, fault: str, kind: str, message: str) -> None:
+    expected = numbers(healthy.run(FP32, SHORT))
+    with Worker(source(fault), num_threads=1) as worker:
+        worker.start()
+        pid = worker.pid
+        assert pid is not None
+        started = time.monotonic()
+        outcome = worker.run(BF16, SHORT, timeout_seconds=2.0 if kind == "timeout" else 60.0)
+        seconds = time.monotonic() - started
+        assert outcome.kind == kind
+        assert message in outcome.message
+        assert str(FILE.parent) not in outcome.stderr_tail
+        if fault == "hang":
+            assert seconds < 4.0  # the time limit and two seconds
+            assert "small_tasks.py" in outcome.stderr_tail  # where it hung
+        if fault == "abort":
+            assert "about to abort" in outcome.stderr_tail
+        assert not is_running(pid)
+        assert numbers(worker.run(FP32, SHORT)) == expected
+
+
+def test_an_exception_that_cannot_be_pickled_is_a_result() -> None:
+    with Worker(source("always:unpicklable"), num_threads=1) as worker:
+        outcome = worker.run(FP32, SHORT)
+        assert outcome.kind == "user_error"
+        assert outcome.message.startswith("_Unpicklable: a lambda inside")
+        assert worker.pid is not None
+
+
+def test_a_task_that_cannot_be_built_is_the_tasks_own_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        Worker(source(function="build_nothing"), num_threads=1) as worker,
+        pytest.raises(TaskError, match=r"small_tasks\.py:build_nothing returned NoneType"),
+    ):
+        worker.start()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_exception_in_a_builder_comes_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def make():\n    return {}['missing']\n")
+    with (
+        Worker(TaskSource("function", {"name": f"{tmp_path}/broken.py:make"})) as worker,
+        pytest.raises(TaskError, match=r"(?s)KeyError: 'missing'.*broken\.py.*return \{\}\['missing'\]"),
+    ):
+        worker.start()
+
+
+def test_closing_ends_the_process() -> None:
+    worker = Worker(source(), num_threads=1)
+    worker.start()
+    pid = worker.pid
+    assert pid is not None
+    worker.close()
+    assert worker.pid is None
+    assert ends_within(pid, seconds=5)
+    worker.close()
+
+
+def test_a_trial_interrupted_here_ends_the_process() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Worker(source("always:hang"), num_threads=1) as worker:
+        worker.start()
+        pid = worker.pid
+        assert pid is not None
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            with pytest.raises(KeyboardInterrupt):
+                worker.run(FP32, SHORT)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert ends_within(pid, seconds=5)
+
+
+SCRIPT = """
+import sys, time
+from autoprec.tasks import TaskSource
+from autoprec.trials import Worker
+print("the script runs", flush=True)
+worker = Worker(TaskSource("function", {{"name": {name!r}}}), num_threads=1)
+worker.start()
+print(worker.pid, flush=True)
+{ending}
+"""
+
+
+@pytest.mark.parametrize("ending", ["time.sleep(600)", "sys.exit(0)"], ids=["killed", "exits"])
+def test_the_process_dies_with_its_parent_and_does_not_run_the_parents_script(tmp_path: Path, ending: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT.format(name=f"{FILE}:build", ending=ending)))
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        assert parent.stdout.readline() == "the script runs\n"
+        pid = int(parent.stdout.readline())
+        if "sleep" in ending:
+            assert is_running(pid)
+            parent.kill()
+        assert parent.wait(30) == (-signal.SIGKILL if "sleep" in ending else 0)
+        assert ends_within(pid, seconds=5)
+        assert parent.stdout.read() == ""
+
+
+def test_a_task_without_a_source_runs_in_this_process() -> None:
+    with open_worker(small_task()) as worker:
+        assert isinstance(worker, InlineWorker)
+        assert worker.run(FP32, SHORT, timeout_seconds=100).is_ok
+
+
+def test_a_task_with_a_source_gets_a_process() -> None:
+    with open_worker(source().build()) as worker:
+        assert isinstance(worker, Worker)
+        assert worker.pid is None
