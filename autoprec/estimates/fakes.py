@@ -29,12 +29,13 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Return a deep copy of `model` whose parameters, buffers and plain tensor attributes are fake CPU tensors.
 
     Raises:
+        NotImplementedError: a part of the model is scripted: such a part has no fake copy.
         TaskError: the model cannot be deep-copied.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise TaskError(f"{type(module).__name__}: a scripted module does not run under fake tensors")
+            raise NotImplementedError("a scripted module has no fake copy")
         held = [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
         for tensor in held:
             if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
@@ -46,10 +47,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """Return the batch with fake CPU tensors; a function without arguments is called under the mode to make it."""
-    if callable(batch) and not isinstance(batch, torch.Tensor):
-        with mode:
-            batch = batch()
+    """Return the batch with fake CPU tensors."""
     return map_tensors(batch, lambda tensor: _fake(tensor, mode))
 
 

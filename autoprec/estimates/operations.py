@@ -88,9 +88,20 @@ def flat_tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def describe_operation(
-    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, unit: str, phase: str, repeats: int
+    operator: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    *,
+    unit: str = "",
+    phase: str = "forward",
+    repeats: int = 1,
+    masks: Sequence[torch.Tensor] = (),
 ) -> Operation:
-    """Describe one call of an operator from the shapes, strides and dtypes of its tensors."""
+    """Describe one call of an operator from the shapes, strides and dtypes of its tensors.
+
+    `masks` are those inputs of which only one byte an element is moved.
+    """
     packet = operator.overloadpacket
     inputs = [*flat_tensors(args), *flat_tensors(list(kwargs.values()))]
     outputs = list(flat_tensors([result]))
@@ -103,7 +114,7 @@ def describe_operation(
         phase=phase,
         dtype=_dtype_of(inputs, outputs),
         flops=flops,
-        num_bytes=moved * _TRAFFIC.get(packet, 1.0),
+        num_bytes=(moved - sum(mask.numel() * (mask.element_size() - 1) for mask in masks)) * _TRAFFIC.get(packet, 1.0),
         layout_bytes=_layout_bytes(packet, args, result),
         dims=dims,
         num_launches=_num_launches(packet, args),

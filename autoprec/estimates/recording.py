@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -14,50 +14,16 @@ from torch import nn
 
 from autoprec.apply import applied_policy, apply_policy, build_optimizer, remove_policy
 from autoprec.emulation import emulate
-from autoprec.errors import PrecisionWarning, TaskError, UsageError
+from autoprec.errors import PrecisionWarning, TaskError
 from autoprec.estimates.batches import map_tensors, num_samples_of, resize_batch, tensors_of
 from autoprec.estimates.fakes import cuda_attention, fake_batch, fake_copy, fake_mode, untouched_randomness
 from autoprec.estimates.operations import Operation
+from autoprec.estimates.settings import Loss, StepSettings
 from autoprec.estimates.tracker import PhaseMark, StorageRecord, StorageTracker
 from autoprec.policy import Policy
+from autoprec.training import needs_closure
 
-__all__ = ["Loss", "StepSettings", "StepRecording", "record_step"]
-
-Loss = Callable[[nn.Module, Any], torch.Tensor]
-"""`loss(model, batch)` -> scalar tensor; calls the model that it is given."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """What one training step does, apart from model, batch and loss.
-
-    Attributes:
-        policy: installed on the copy; None leaves the model as it is, its own policy included.
-        optimizer: a class, or a function from parameters to an optimizer.
-        optimizer_settings: keyword arguments of a class.
-        accumulation_steps: micro-batches to one optimizer step; the batch is one micro-batch.
-        set_to_none: as in `optimizer.zero_grad`.
-        foreach: run the optimizer as CUDA does by default, on lists of tensors; False leaves the optimizer's own way.
-        as_on_cuda: charge dropout as CUDA's fused kernels do, not as the CPU's.
-        batch_size: rescale the batch; None keeps its size.
-        image_size: rescale images (floating, four dimensions) to this height and width; None keeps them.
-    """
-
-    policy: Policy | None = None
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    optimizer_settings: Mapping[str, Any] | None = None
-    accumulation_steps: int = 1
-    set_to_none: bool = True
-    foreach: bool = True
-    as_on_cuda: bool = True
-    batch_size: int | None = None
-    image_size: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("accumulation_steps", "batch_size", "image_size"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise UsageError(f"{name}: found {value!r}; allowed: whole numbers from 1")
+__all__ = ["StepRecording", "record_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +50,7 @@ class StepRecording:
 def record_step(
     model: nn.Module, batch: Any, loss: Loss, *, settings: StepSettings | None = None, fake: bool = True
 ) -> StepRecording:
-    """Record the second of two training steps on a copy of `model`, when the optimizer's state is there.
+    """Record one training step on a copy of `model`, at the steady state: when the optimizer's state is there.
 
     The model, its gradients and all random states are left as they are. The copy is put in training mode where the
     model as a whole is not. A grad scaler is left out: it adds a few scalars and one pass over the gradients.
@@ -105,17 +71,21 @@ def record_step(
         stack.enter_context(emulate(gpu_rules=True, arithmetic=not fake))
         if fake:
             mode = fake_mode()
-            copied, made = fake_copy(_bare(model), mode), fake_batch(batch, mode)
+            copied, made = fake_copy(_bare(model), mode), fake_batch(_made(batch), mode)
             stack.enter_context(mode)
             if settings.as_on_cuda:
                 stack.enter_context(cuda_attention())
         else:
             copied = copy.deepcopy(_bare(model))
-            made = batch() if callable(batch) and not isinstance(batch, torch.Tensor) else batch
-            made = map_tensors(made, torch.clone)
+            made = map_tensors(_made(batch), torch.clone)
         with torch.no_grad():
             made = resize_batch(made, batch_size=settings.batch_size, image_size=settings.image_size)
         return _record(copied, made, loss, settings, fake=fake)
+
+
+def _made(batch: Any) -> Any:
+    """Call a function that makes the batch outside of the fake mode: what it caches must stay real."""
+    return batch() if callable(batch) and not isinstance(batch, torch.Tensor) else batch
 
 
 def _bare(model: nn.Module) -> nn.Module:
@@ -132,19 +102,17 @@ def _record(model: nn.Module, batch: Any, loss: Loss, settings: StepSettings, *,
     if settings.policy is not None:
         _install(model, settings.policy)
     optimizer = _build_optimizer(model, settings)
-    tracker = StorageTracker(cuda_dropout=settings.as_on_cuda)
-    _watch_residents(tracker, model, batch)
+    tracker = StorageTracker(fake=fake, cuda_dropout=settings.as_on_cuda)
+    owners = _watch_residents(tracker, model, batch)
+    step = _Step(tracker, model, batch, loss, optimizer, settings, owners)
     with tracker.following(model), tracker:
-        _run_step(tracker, model, batch, loss, optimizer, settings)
-        start = tracker.clock
-        tracker.records_operators = True
-        _run_step(tracker, model, batch, loss, optimizer, settings)
+        start = step.run_to_steady_state() if fake and settings.set_to_none else step.run_twice()
     return StepRecording(
         records=tuple(tracker.records),
         operations=tuple(tracker.operations),
         phases=tuple(tracker.phases),
         start=start,
-        num_samples=num_samples_of(batch) * settings.accumulation_steps,
+        num_samples=(settings.num_samples or num_samples_of)(batch) * settings.accumulation_steps,
         fake=fake,
     )
 
@@ -166,6 +134,8 @@ def _build_optimizer(model: nn.Module, settings: StepSettings) -> torch.optim.Op
         optimizer = build_optimizer(settings.policy, settings.optimizer, trained, **keywords)
     else:
         optimizer = settings.optimizer(trained, **keywords)
+    if needs_closure(optimizer):
+        raise TaskError(f"{type(optimizer).__name__}: an optimizer that calls a closure has no single step to estimate")
     if settings.foreach:
         for group in optimizer.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -173,56 +143,90 @@ def _build_optimizer(model: nn.Module, settings: StepSettings) -> torch.optim.Op
     return optimizer
 
 
-def _watch_residents(tracker: StorageTracker, model: nn.Module, batch: Any) -> None:
+def _watch_residents(tracker: StorageTracker, model: nn.Module, batch: Any) -> dict[nn.Parameter, str]:
+    """Label what is there before any step; return the first module that owns each parameter."""
+    owners: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            tracker.watch(parameter, "parameters", name)
+            owners.setdefault(parameter, name)
         for buffer in module.buffers(recurse=False):
             tracker.watch(buffer, "buffers", name)
+    for parameter, name in owners.items():
+        tracker.watch(parameter, "parameters", name)
     for tensor in tensors_of(batch):
         tracker.watch(tensor, "inputs", "")
+    return owners
 
 
-def _run_step(
-    tracker: StorageTracker,
-    model: nn.Module,
-    batch: Any,
-    loss: Loss,
-    optimizer: torch.optim.Optimizer,
-    settings: StepSettings,
-) -> None:
-    """Run one step; of many micro-batches two are enough, the second stands for all that follow the first."""
-    owners = {parameter: name for name, module in model.named_modules() for parameter in module.parameters(False)}
-    for micro_batch in range(min(settings.accumulation_steps, 2)):
-        repeats = 1 if micro_batch == 0 else settings.accumulation_steps - 1
-        tracker.enter("forward", repeats=repeats)
-        value = loss(model, batch)
-        if settings.accumulation_steps > 1:
-            value = value / settings.accumulation_steps
-        tracker.enter("backward", repeats=repeats)
-        value.backward()  # type: ignore[no-untyped-call]
-        del value
-        _label_gradients(tracker, owners)
-    tracker.enter("optimizer")
-    optimizer.step()
-    _label_state(tracker, optimizer, owners)
-    optimizer.zero_grad(set_to_none=settings.set_to_none)
-    tracker.enter("before")
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A training step that labels what it makes."""
 
+    tracker: StorageTracker
+    model: nn.Module
+    batch: Any
+    loss: Loss
+    optimizer: torch.optim.Optimizer
+    settings: StepSettings
+    owners: Mapping[nn.Parameter, str]
 
-def _label_gradients(tracker: StorageTracker, owners: Mapping[nn.Parameter, str]) -> None:
-    found = False
-    for parameter, name in owners.items():
-        if parameter.grad is not None:
-            tracker.watch(parameter.grad, "gradients", name)
-            found = True
-    if not found:
-        raise TaskError(
-            "loss: no parameter of the model received a gradient; loss(model, batch) calls the model it gets"
-        )
+    def run_to_steady_state(self) -> int:
+        """Run one step as if it were the second; return the clock at its start.
 
+        The optimizer steps twice, unrecorded at first: the state that this makes was there from the start.
+        """
+        start = self.tracker.clock
+        self.tracker.records_operators = True
+        self._run_micro_batches()
+        self.tracker.records_operators = False
+        self.tracker.enter("warm_up")
+        self._run_optimizer()
+        self.tracker.settle_warm_up(start)
+        self.tracker.records_operators = True
+        self._end()
+        return start
 
-def _label_state(tracker: StorageTracker, optimizer: torch.optim.Optimizer, owners: Mapping[nn.Parameter, str]) -> None:
-    for parameter, name in owners.items():
-        for tensor in tensors_of(optimizer.state.get(parameter)):
-            tracker.watch(tensor, "optimizer_state", name)
+    def run_twice(self) -> int:
+        """Run two steps; return the clock at the start of the second."""
+        self._run_micro_batches()
+        self._end()
+        start = self.tracker.clock
+        self.tracker.records_operators = True
+        self._run_micro_batches()
+        self._end()
+        return start
+
+    def _run_micro_batches(self) -> None:
+        """Of many micro-batches two are enough: the second stands for all that follow the first."""
+        num_steps = self.settings.accumulation_steps
+        for micro_batch in range(min(num_steps, 2)):
+            repeats = 1 if micro_batch == 0 else num_steps - 1
+            self.tracker.enter("forward", repeats=repeats)
+            value = self.loss(self.model, self.batch)
+            if num_steps > 1:
+                value = value / num_steps
+            self.tracker.enter("backward", repeats=repeats)
+            value.backward()  # type: ignore[no-untyped-call]
+            del value
+            self._label_gradients()
+
+    def _end(self) -> None:
+        self.tracker.enter("optimizer")
+        self._run_optimizer()
+        self.optimizer.zero_grad(set_to_none=self.settings.set_to_none)
+        self.tracker.enter("before")
+
+    def _run_optimizer(self) -> None:
+        self.optimizer.step()
+        for parameter, name in self.owners.items():
+            for tensor in tensors_of(self.optimizer.state.get(parameter)):
+                self.tracker.watch(tensor, "optimizer_state", name)
+
+    def _label_gradients(self) -> None:
+        found = False
+        for parameter, name in self.owners.items():
+            if parameter.grad is not None:
+                self.tracker.watch(parameter.grad, "gradients", name)
+                found = True
+        if not found:
+            raise TaskError("loss: no parameter of the model received a gradient; does it call the model it is given?")

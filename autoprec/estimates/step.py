@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoprec.errors import TaskError
 from autoprec.estimates.gpus import Gpu, gpu_by_name
 from autoprec.estimates.memory import ALLOCATION_BYTES, MemoryBreakdown, peak_memory
-from autoprec.estimates.recording import Loss, StepRecording, StepSettings, record_step
+from autoprec.estimates.recording import StepRecording, record_step
 from autoprec.estimates.roofline import Roofline, StepTime, predict_time
+from autoprec.estimates.settings import Loss, StepSettings
 from autoprec.policy import Number, Policy
 
 __all__ = ["StepEstimate", "estimate_step", "real_peak"]
@@ -72,6 +74,7 @@ def estimate_step(
     gpu: str | Gpu = "a100-80",
     batch_size: int | None = None,
     image_size: int | None = None,
+    num_samples: Callable[[Any], int] | None = None,
     set_to_none: bool = True,
     foreach: bool = True,
     as_on_cuda: bool = True,
@@ -93,6 +96,7 @@ def estimate_step(
         accumulation_steps: micro-batches to one optimizer step.
         gpu: a name in `GPUS`.
         batch_size, image_size: rescale the batch (images alone have a size) without making it.
+        num_samples: samples in a batch; None takes the first dimension of its first tensor.
         set_to_none, foreach, as_on_cuda: see `StepSettings`.
         rounding_bytes: each storage is rounded up to a multiple; 1 gives raw bytes.
         roofline: what the GPU reaches, and whether FP32 products use TF32 (they do by default).
@@ -112,6 +116,7 @@ def estimate_step(
         as_on_cuda=as_on_cuda,
         batch_size=batch_size,
         image_size=image_size,
+        num_samples=num_samples,
     )
     recording, notes = _record(model, batch, loss, settings)
     return _estimate(
@@ -129,6 +134,8 @@ def real_peak(
 def _record(model: nn.Module, batch: Any, loss: Loss, settings: StepSettings) -> tuple[StepRecording, tuple[str, ...]]:
     try:
         return record_step(model, batch, loss, settings=settings), ()
+    except TaskError:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
         given = dataclasses.replace(settings, batch_size=None, image_size=None)

@@ -10,14 +10,16 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoprec.errors import TaskError
 from autoprec.estimates.batches import tensors_of
 from autoprec.estimates.operations import Operation, describe_operation, flat_tensors, runs_no_kernel
 
 __all__ = ["Category", "CATEGORIES", "Phase", "PhaseMark", "StorageRecord", "StorageTracker"]
 
-Phase = Literal["before", "forward", "backward", "optimizer"]
+Phase = Literal["before", "forward", "backward", "warm_up", "optimizer"]
 PhaseMark = tuple[int, Phase]
 """The clock at which a phase began."""
 
@@ -35,12 +37,13 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 _FOREVER = 2**62
 _WEIGHT_CASTS = {torch.ops.aten._to_copy}
+_MAKES_MASK = {torch.ops.aten.bernoulli_, torch.ops.aten.div_}
 
 
 class StorageRecord:
     """The life of one storage: its bytes, the unit and phase that made it, the events of its birth and death."""
 
-    __slots__ = ("__weakref__", "born", "category", "died", "num_bytes", "phase", "unit")
+    __slots__ = ("born", "category", "died", "is_mask", "num_bytes", "phase", "unit")
 
     def __init__(self, num_bytes: int, *, unit: str, phase: Phase, born: int, category: Category | None) -> None:
         self.num_bytes = num_bytes
@@ -49,6 +52,7 @@ class StorageRecord:
         self.born = born
         self.died = _FOREVER
         self.category = category
+        self.is_mask = False
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -58,16 +62,18 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     arithmetic) is entered outside of this one, so that its temporaries are not seen. It holds no tensor alive.
 
     Attributes:
-        cuda_dropout: count the random mask of dropout as one byte an element, as CUDA's fused kernel keeps it, instead
-            of the CPU's mask in the dtype of the input.
+        fake: the step runs under fake tensors; a real tensor that would get a fake gradient is refused.
+        cuda_dropout: charge dropout as CUDA's one kernel with a mask of one byte an element, instead of the CPU's three
+            kernels with a mask in the dtype of the input.
         clock: events so far; births and deaths are stamped with it.
         phase: what the step is doing; `enter` changes it.
         phases: when each phase began.
         repeats: given to the operators that are recorded.
     """
 
-    def __init__(self, *, cuda_dropout: bool = True) -> None:
+    def __init__(self, *, fake: bool = False, cuda_dropout: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = fake
         self.cuda_dropout = cuda_dropout
         self.clock = 0
         self.phase: Phase = "before"
@@ -77,6 +83,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.records: list[StorageRecord] = []
         self.operations: list[Operation] = []
         self._live: dict[int, tuple[weakref.ref[Any], StorageRecord]] = {}
+        self._has_masks = False
         self._units: list[str] = []
         self._backward_unit = ""
 
@@ -93,6 +100,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.repeats = repeats
         self.phases.append((self._tick(), phase))
 
+    def settle_warm_up(self, start: int) -> None:
+        """Let the optimizer state that the warm-up made be there since `start`; forget what else lived in it."""
+        for record in self.records:
+            if record.phase == "warm_up" and record.category == "optimizer_state":
+                record.born = start
+        self.records = [record for record in self.records if record.phase != "warm_up" or record.born == start]
+
     def watch(self, tensor: torch.Tensor, category: Category | None = None, unit: str | None = None) -> StorageRecord:
         """Record the tensor's storage, or label it where it is known; None keeps what is there."""
         storage = tensor.untyped_storage()
@@ -108,6 +122,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.fake:
+            _refuse_real_leaves(args)
         result = func(*args, **kwargs)
         if func.namespace == "prim":
             return result
@@ -115,14 +131,20 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             if id(storage) not in self._live:
                 self._add(storage, category=self._category_of(func, args))
-        if self.cuda_dropout and func.overloadpacket is torch.ops.aten.bernoulli_ and self.phase != "before":
+        if self.cuda_dropout and func.overloadpacket is torch.ops.aten.bernoulli_:
             self._shrink_mask(args[0])
         if self.records_operators and not runs_no_kernel(func):
-            operation = describe_operation(
-                func, args, kwargs, result, unit=self.unit, phase=self.phase, repeats=self.repeats
-            )
-            self.operations.append(operation)
+            self._note(func, args, kwargs, result)
         return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        masks = self._masks(flat_tensors(args)) if self._has_masks else ()
+        if masks and func.overloadpacket in _MAKES_MASK:
+            return
+        operation = describe_operation(
+            func, args, kwargs, result, unit=self.unit, phase=self.phase, repeats=self.repeats, masks=masks
+        )
+        self.operations.append(operation)
 
     def _category_of(self, func: Any, args: Any) -> Category | None:
         if func.overloadpacket in _WEIGHT_CASTS:
@@ -135,8 +157,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _shrink_mask(self, mask: torch.Tensor) -> None:
         known = self._live.get(id(mask.untyped_storage()))
-        if known is not None:
-            known[1].num_bytes = min(known[1].num_bytes, mask.numel())
+        if known is not None and mask.is_floating_point():
+            known[1].num_bytes = mask.numel()
+            known[1].is_mask = self._has_masks = True
+
+    def _masks(self, tensors: Iterator[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        known = ((tensor, self._live.get(id(tensor.untyped_storage()))) for tensor in tensors)
+        return tuple(tensor for tensor, found in known if found is not None and found[1].is_mask)
 
     def _add(self, storage: torch.UntypedStorage, *, category: Category | None) -> StorageRecord:
         key = id(storage)
@@ -184,3 +211,12 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter_backward(self, name: str, gradient: torch.Tensor) -> None:
         self._backward_unit = name
+
+
+def _refuse_real_leaves(args: Any) -> None:
+    for tensor in flat_tensors(args):
+        if tensor.requires_grad and not isinstance(tensor, FakeTensor):
+            raise TaskError(
+                f"loss: uses a trainable tensor of shape {tuple(tensor.shape)} that is no parameter of the model;"
+                " loss(model, batch) calls the model that it is given"
+            )
