@@ -70,7 +70,7 @@ def _written(function: Handler, args: tuple[Any, ...], kwargs: dict[str, Any], *
     if _shared_half((*args, target)) is None:
         return function(*args, **kwargs)
     result = _call_up(functional, args, {name: value for name, value in kwargs.items() if name != "out"})
-    if target.shape != result.shape:
+    if "out" in kwargs and target.shape != result.shape:
         target.resize_(result.shape)
     return target.copy_(result)
 

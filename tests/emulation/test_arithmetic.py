@@ -189,6 +189,19 @@ def test_products_write_to_out_and_resize_it() -> None:
         assert torch.equal(out, torch.mm(a, b))
 
 
+def test_a_product_whose_fp32_result_is_asked_for_is_not_rounded() -> None:
+    a = torch.full((2, 3), 300.0, dtype=HALF)
+    with emulate(gpu_rules=False):
+        result = torch.mm(a, a.T, out_dtype=torch.float32)
+    assert torch.equal(result, torch.full((2, 2), 270000.0))
+
+
+def test_an_in_place_product_of_another_shape_is_refused() -> None:
+    first, a, b = operands("addmm", scale=1.0, positive=False)
+    with emulate(gpu_rules=False), pytest.raises(RuntimeError):
+        first.addmm_(a, b)
+
+
 class Calls(TorchDispatchMode):
     """Collect the dtypes in which products are computed below the emulation."""
 
