@@ -89,9 +89,7 @@ def alternating() -> None:
     apply_policy(model, Policy(default="autocast", dtype="bf16", modules=modules))
     x = torch.randn(8, 16)
     model(x)
-    print(
-        f"alternating autocast and fp32: {num_regions_entered()} regions entered, {1 + NUM_LAYERS // 2} regions fp32 or root"
-    )
+    print(f"alternating autocast and fp32: {num_regions_entered()} contexts entered for {1 + NUM_LAYERS // 2} regions")
 
 
 def apply_time() -> None:
@@ -103,9 +101,8 @@ def apply_time() -> None:
             apply_policy(model, policy)
             times.append(time.perf_counter() - start)
             remove_policy(model)
-        print(
-            f"apply {policy.default:8s} with {len(policy.modules)} rules to {NUM_MODULES} modules: {statistics.median(times) * 1e3:.1f} ms"
-        )
+        label = f"{policy.default} with {len(policy.modules)} rules"
+        print(f"apply {label:22s} to {NUM_MODULES} modules: {statistics.median(times) * 1e3:.1f} ms")
 
 
 def main() -> None:

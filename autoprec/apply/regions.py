@@ -203,7 +203,7 @@ def _call_shadowed(module: nn.Module, region: Region, args: Any, kwargs: Any) ->
     try:
         with region.lock:
             for member in members:
-                shadow.enter(member, skip_sharded=member.module is not module)
+                shadow.enter(member, is_part=member.module is not module)
         if not is_inside:
             local.covered = covered.union([id(member.module) for member in members], (id(module),))
         return _call(module, region, args, kwargs)
@@ -217,7 +217,7 @@ def _call_traced(module: nn.Module, region: Region, args: Any, kwargs: Any) -> A
     shadow = TracedShadow(region.dtype)
     try:
         for member in region.members:
-            shadow.enter(member, skip_sharded=member.module is not module)
+            shadow.enter(member, is_part=member.module is not module)
         return _call(module, region, args, kwargs)
     finally:
         shadow.leave()

@@ -88,14 +88,15 @@ class Shadow:
         self.members: list[Member] = []
         self.changes: list[tuple[Member, str, _Record | None]] = []
 
-    def enter(self, member: Member, *, skip_sharded: bool = False) -> None:
+    def enter(self, member: Member, *, is_part: bool = False) -> None:
         """Substitute the module's own floating tensors where that has not been done.
 
         Args:
-            skip_sharded: leave distributed tensors for the module's own forward, when they are gathered.
+            is_part: the module's own forward is still to come: leave distributed tensors for it, when they are
+                gathered, and weights that a hook of torch.nn.utils computes before it.
         """
         module = member.module
-        if keeps_running_statistics(module):
+        if keeps_running_statistics(module) or (is_part and _computes_weights_in_hooks(module)):
             return
         self.members.append(member)
         member.num_users += 1
@@ -104,16 +105,16 @@ class Shadow:
             known = records.get(name)
             if known is not None and known.stands_for(parameter):
                 continue
-            if (known is not None or name not in own) and wants_cast(parameter, self.dtype, skip_sharded):
+            if (known is not None or name not in own) and wants_cast(parameter, self.dtype, is_part):
                 self._substitute(member, own, name, parameter, self._cast(parameter))
         for name, buffer in module._buffers.items():
             known = records.get(name)
             if name in member.written or (known is not None and known.stands_for(buffer)):
                 continue
-            if (known is not None or name not in own) and wants_cast(buffer, self.dtype, skip_sharded):
+            if (known is not None or name not in own) and wants_cast(buffer, self.dtype, is_part):
                 self._substitute(member, own, name, buffer, buffer.to(self.dtype), is_buffer=True)
         for name in plain_tensors(module):
-            if wants_cast(own[name], self.dtype, skip_sharded):
+            if wants_cast(own[name], self.dtype, is_part):
                 self._substitute(member, own, name, own[name], self._cast(own[name]), is_plain=True)
         if isinstance(module, nn.RNNBase):
             self._enter_recurrent(member, module)
@@ -140,7 +141,7 @@ class Shadow:
         for member in self.members:
             member.num_users -= 1
         for member, key, before in reversed(self.changes):
-            if member.num_users and key in member.records:
+            if member.num_users and before is not None and key in member.records:
                 _revert(member, key, before)
         for member in self.members:
             if not member.num_users:
@@ -183,18 +184,18 @@ class TracedShadow:
         self.plain: list[tuple[dict[str, Any], str, Any]] = []
         self.added: list[tuple[dict[str, Any], str]] = []
 
-    def enter(self, member: Member, *, skip_sharded: bool = False) -> None:
+    def enter(self, member: Member, *, is_part: bool = False) -> None:
         """Substitute the module's own floating tensors where that has not been done."""
         module = member.module
-        if keeps_running_statistics(module):
+        if keeps_running_statistics(module) or (is_part and _computes_weights_in_hooks(module)):
             return
         own = module.__dict__
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if name not in own and name not in member.written and wants_cast(tensor, self.dtype, skip_sharded):
+            if name not in own and name not in member.written and wants_cast(tensor, self.dtype, is_part):
                 own[name] = tensor.to(self.dtype)
                 self.added.append((own, name))
         for name in plain_tensors(module):
-            if wants_cast(own[name], self.dtype, skip_sharded):
+            if wants_cast(own[name], self.dtype, is_part):
                 self.plain.append((own, name, own[name]))
                 own[name] = own[name].to(self.dtype)
         if isinstance(module, nn.RNNBase) and isinstance(flat := own.get("_flat_weights"), list):
@@ -214,14 +215,19 @@ class TracedShadow:
             namespace[name] = original
 
 
-def _revert(member: Member, key: str, before: _Record | None) -> None:
+def _computes_weights_in_hooks(module: nn.Module) -> bool:
+    """Whether old-style weight_norm, spectral_norm or pruning computes the module's weight before its forward."""
+    return any(type(hook).__module__.startswith("torch.nn.utils.") for hook in module._forward_pre_hooks.values())
+
+
+def _revert(member: Member, key: str, before: _Record) -> None:
     """End a substitution made inside a wider one that is still standing."""
     record = member.records[key]
     if record.is_buffer:
         _keep_writes(member, record)
     record.take_out()
     del member.records[key]
-    if before is not None and not before.is_plain and before.name not in before.namespace:
+    if not before.is_plain and before.name not in before.namespace:
         member.records[key] = before
         before.put_in()
 

@@ -108,8 +108,6 @@ def device_type_of(module: nn.Module, args: Any, kwargs: Any) -> str:
     tensor = None
     for value in args:
         if isinstance(value, torch.Tensor):
-            if value.is_cpu and not _has_accelerator():
-                return "cpu"
             tensor = value
             break
     if tensor is None:
@@ -117,7 +115,7 @@ def device_type_of(module: nn.Module, args: Any, kwargs: Any) -> str:
         if tensor is None:
             _refuse_tracing([*args, *kwargs.values()])
     found = None if tensor is None else tensor.device.type
-    if found not in (None, "cpu") or (found == "cpu" and not _has_accelerator()):
+    if found is not None and (found != "cpu" or torch.compiler.is_compiling() or not _has_accelerator()):
         return found
     parameter = next(module.parameters(), None)
     if parameter is None or parameter.device.type == found:

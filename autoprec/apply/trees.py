@@ -139,7 +139,11 @@ def _cast_mapping(value: Mapping[Any, Any], dtype: torch.dtype, copies: Copies |
 
 def _with_items(value: MutableMapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Copy a mapping of any class; attributes that hold the same tensors (as model outputs have) follow the items."""
-    copied = copy.copy(value)
+    try:
+        copied = copy.copy(value)
+    except TypeError:  # a class whose constructor needs arguments
+        copied = type(value).__new__(type(value))
+        vars(copied).update(vars(value))
     replaced = {id(value[key]): item for key, item in items.items() if value[key] is not item}
     for key, item in items.items():
         copied[key] = item
