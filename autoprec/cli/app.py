@@ -12,8 +12,6 @@ from autoprec.errors import AutoprecError
 
 __all__ = ["main", "app"]
 
-INTERRUPTED = 130
-
 app = typer.Typer(
     name="autoprec",
     help="Find, prove and apply a per-layer precision policy for a PyTorch training.",
@@ -42,9 +40,6 @@ def main() -> None:
     show.register(app)
     try:
         app()
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
-        sys.exit(INTERRUPTED)
     except AutoprecError as error:
         if _State.verbose:
             traceback.print_exc()

@@ -87,7 +87,7 @@ class Progress(Events):
         return rank(self._candidates, reference, self._plan.settings.prefer)[0].name
 
     def _line(self, text: str) -> None:
-        self._console.print(escape(text), highlight=False)
+        self._console.print(escape(text), soft_wrap=True)
 
     def _live(self, text: str) -> None:
         if self._status is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoprec.cli.output import check_format
+from autoprec.cli.output import check_format, open_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 INCONCLUSIVE = 3
+INTERRUPTED = 130
 GROUPS = {"task": "Task", "study": "Search", "output": "Output"}
 
 
@@ -80,7 +82,11 @@ def _search(
         "target_batch_size": target_batch_size,
     }
     plan = _prepare(task, device=device, gpu=gpu, seed=seed, margin=margin, settings=settings)
-    result = _run(plan, trial_timeout=trial_timeout, to_stderr=format == "json")
+    try:
+        result = _run(plan, trial_timeout=trial_timeout, to_stderr=format == "json")
+    except KeyboardInterrupt:
+        print("interrupted; the best so far is written, the same command goes on where it stopped", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
     _report(result, format=format)
     raise typer.Exit(0 if result.is_conclusive else INCONCLUSIVE)
 
@@ -101,13 +107,11 @@ def _prepare(
 
 
 def _run(plan: SearchPlan, *, trial_timeout: float, to_stderr: bool) -> SearchResult:
-    from rich.console import Console
-
     from autoprec.cli.progress import Progress
     from autoprec.search.measuring import open_measure
     from autoprec.search.pipeline import run_search
 
-    console = Console(stderr=to_stderr, highlight=False, emoji=False)
+    console = open_console(to_stderr=to_stderr)
     _announce(plan, console)
     with Progress(console, plan) as progress, open_measure(plan.task, timeout_seconds=trial_timeout) as measure:
         return run_search(plan, measure, events=progress)
@@ -138,13 +142,12 @@ def _announce(plan: SearchPlan, console: Console) -> None:
         f"study     {plan.study_name} in {plan.folder}",
     ]
     for line in lines:
-        console.print(escape(line))
+        console.print(escape(line), soft_wrap=True)
 
 
 def _report(result: SearchResult, *, format: str) -> None:
     import json
 
-    from rich.console import Console
     from rich.markup import escape
 
     from autoprec.report.tables import comparison_table
@@ -170,12 +173,13 @@ def _report(result: SearchResult, *, format: str) -> None:
         }
         print(json.dumps(document, indent=2, allow_nan=False))
         return
-    console = Console(highlight=False, emoji=False)
+    console = open_console()
     console.print(comparison_table(arms, title=f"{result.plan.task.name} on {result.plan.target}"))
     provable = result.verification.provable_margin
     if provable is not None:
         console.print(
-            f"margin {result.verification.proof.margin:g}; the smallest margin this proof could show is {provable:.4f}"
+            f"margin {result.verification.proof.margin:g}; the smallest margin this proof could show is {provable:.4f}",
+            soft_wrap=True,
         )
-    console.print(escape(result.choice.sentence))
-    console.print(escape(f"written: {', '.join(files)}"))
+    console.print(escape(result.choice.sentence), soft_wrap=True)
+    console.print(escape(f"written: {', '.join(files)}"), soft_wrap=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autoprec.cli.output import check_format
+from autoprec.cli.output import check_format, open_console
 
 __all__ = ["register"]
 
@@ -20,7 +20,6 @@ def _show(
     policy: Annotated[Path, typer.Argument(help="A policy.json.")],
     format: Annotated[str, typer.Option("--format", help="text or json.")] = "text",
 ) -> None:
-    from rich.console import Console
     from rich.markup import escape
 
     from autoprec.policy import load_policy
@@ -31,11 +30,11 @@ def _show(
     if format == "json":
         print(found.to_json(), end="")
         return
-    console = Console(highlight=False, emoji=False)
+    console = open_console()
     if found.recommendation is not None:
-        console.print(escape(found.recommendation.sentence))
+        console.print(escape(found.recommendation.sentence), soft_wrap=True)
     for line in evidence_lines(found):
-        console.print(escape(line))
+        console.print(escape(line), soft_wrap=True)
     if found.evidence is not None and found.evidence.arms:
         console.print(comparison_table(found.evidence.arms))
     console.print(unit_tree(found, title=found.model.name if found.model is not None else policy.name))

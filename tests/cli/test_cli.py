@@ -1,0 +1,224 @@
+"""The program as a person meets it: help, errors and exit codes, text and JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoprec.cli import main
+from autoprec.errors import TaskError
+from autoprec.policy import Policy, Recommendation, UnitEvidence
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
+from toys import FakeMeasure, tiny_task
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run the program in this process and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["autoprec", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeMeasure:
+    """Let `search` train the toy task with computed outcomes, in an empty directory."""
+    import autoprec.search.measuring as measuring
+    import autoprec.tasks.source as source
+
+    measure = FakeMeasure(noise=0.001)
+
+    def opened(task: Any, *, timeout_seconds: float | None) -> contextlib.AbstractContextManager[FakeMeasure]:
+        return contextlib.nullcontext(measure)
+
+    monkeypatch.setattr(source.TaskSource, "build", lambda self: tiny_task())
+    monkeypatch.setattr(measuring, "open_measure", opened)
+    monkeypatch.chdir(tmp_path)
+    return measure
+
+
+def test_help_lists_the_commands_and_loads_neither_torch_nor_optuna() -> None:
+    code = (
+        "import sys, io, contextlib\n"
+        "from autoprec.cli import main\n"
+        "sys.argv = ['autoprec', '--help']\n"
+        "out = io.StringIO()\n"
+        "with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit): main()\n"
+        "assert 'search' in out.getvalue() and 'show' in out.getvalue(), out.getvalue()\n"
+        "print(' '.join(m for m in ('torch', 'optuna', 'numpy', 'pydantic') if m in sys.modules))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "resnet5"], "nearest: resnet"),
+        (["--data", "digit"], "nearest: digits"),
+        (["--data", "imagefolder:/no/such"], "imagefolder"),
+        (["--optimizer", "adanw"], "nearest: adamw"),
+        (["--gpu", "a1000"], "nearest: a100"),
+        (["--device", "cudda"], "nearest: cuda"),
+        (["--sampler", "tpee"], "nearest: tpe"),
+        (["--prefer", "quickest"], "allowed: balanced, fastest, smallest"),
+        (["--space", "cn"], "nearest: cnn"),
+        (["--format", "jsn"], "nearest: json"),
+        (["--n-trials", "0"], "at least 1"),
+        (["--margin", "-1"], "positive"),
+        (["--batch-size", "100000"], "larger than"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_wrong_setting_is_one_line_with_what_is_allowed_and_exit_2(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "--space" in arguments:
+        import autoprec.tasks.source as source
+
+        monkeypatch.setattr(source.TaskSource, "build", lambda self: tiny_task())
+    assert run(monkeypatch, "search", "--model", "resnet18", *arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_option_that_does_not_exist_is_exit_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, "search", "--modle", "resnet18") == 2
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_storage_that_is_none_is_exit_2_and_shows_no_password(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "search", "--storage", "postgre://me:s3cret@host/db") == 2
+    error = capsys.readouterr().err
+    assert "nearest: postgresql" in error
+    assert "s3cret" not in error
+
+
+def test_a_search_says_what_it_will_do_shows_progress_one_table_and_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy: FakeMeasure
+) -> None:
+    assert run(monkeypatch, "search", "--n-trials", "6", "--gpu", "v100", "-o", "out") == 0
+    text = capsys.readouterr().out
+    for words in ("task      tiny", "NVIDIA V100", "computed and predicted", "2 baselines", "about", "margin"):
+        assert words in text.replace("\n", " "), words
+    assert "[1/6] fp32" in text
+    assert "best so far" in text
+    assert "accuracy (proof)" in text
+    assert "Use the found policy (half everywhere)" in " ".join(text.split())
+    assert "provisional" in text
+    assert (Path("out") / "policy.json").exists()
+    assert len(toy.order) > 6
+
+
+def test_the_same_command_again_runs_nothing_and_ends_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy: FakeMeasure
+) -> None:
+    assert run(monkeypatch, "search", "--n-trials", "6") == 0
+    first = capsys.readouterr().out.splitlines()[-1]
+    num_runs = len(toy.order)
+    assert run(monkeypatch, "search", "--n-trials", "6") == 0
+    assert len(toy.order) == num_runs
+    assert capsys.readouterr().out.splitlines()[-1] == first
+
+
+@pytest.mark.usefixtures("toy")
+def test_json_is_one_document_on_stdout_and_progress_goes_to_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "search", "--n-trials", "6", "--format", "json") == 0
+    streams = capsys.readouterr()
+    document = json.loads(streams.out)
+    assert document["recommendation"]["choice"] == "policy"
+    assert document["arms"]["fp32"]["peak_memory_bytes"] == {"value": 1e9, "kind": "computed"}
+    assert document["num_trials"] == 6
+    assert all(Path(file).exists() for file in document["files"])
+    assert "[1/6] fp32" in streams.err
+
+
+def test_an_inconclusive_proof_is_exit_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy: FakeMeasure
+) -> None:
+    toy._noise, toy._effect = 0.6, lambda policy: -0.3 if policy.low_precisions else 0.0
+    assert run(monkeypatch, "search", "--n-trials", "6") == 3
+    assert "Inconclusive" in capsys.readouterr().out
+
+
+def test_ctrl_c_writes_the_best_so_far_and_is_exit_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy: FakeMeasure
+) -> None:
+    toy._stop_at = 5
+    assert run(monkeypatch, "search", "--n-trials", "6", "-o", "out") == 130
+    assert "goes on where it stopped" in capsys.readouterr().err
+    assert (Path("out") / "policy.json").exists()
+
+
+def test_a_failing_task_is_its_exit_code_and_verbose_shows_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import autoprec.tasks.source as source
+
+    def build(self: object) -> None:
+        raise TaskError("no such folder")
+
+    monkeypatch.setattr(source.TaskSource, "build", build)
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "search") == 2
+    assert capsys.readouterr().err == "autoprec: no such folder\n"
+    assert run(monkeypatch, "-v", "search") == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_show_prints_the_recommendation_and_the_tree_of_units(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    policy = Policy(
+        default="autocast",
+        modules={"encoder.ln": "fp16"},
+        recommendation=Recommendation(choice="policy", sentence="Use it [bold]now[/bold]."),
+    )
+    units = {"encoder.ln": UnitEvidence(precision="fp16", reason="saves memory")}
+    policy = policy.replace(evidence={"units": units})
+    policy.save(tmp_path / "policy.json")
+    assert run(monkeypatch, "show", str(tmp_path / "policy.json")) == 0
+    text = capsys.readouterr().out
+    assert "Use it [bold]now[/bold]." in text  # names and messages cannot style the output
+    assert "encoder" in text
+    assert "ln  fp16  saves memory" in text
+
+
+def test_show_as_json_is_the_policy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    policy = Policy(default="autocast", modules={"head": "fp32"})
+    policy.save(tmp_path / "policy.json")
+    assert run(monkeypatch, "show", str(tmp_path / "policy.json"), "--format", "json") == 0
+    assert Policy.from_json(capsys.readouterr().out) == policy
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"schema_version": 99}', '{"modlues": {}}'])
+def test_a_bad_policy_is_one_line_and_exit_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str | None
+) -> None:
+    path = tmp_path / "policy.json"
+    if content is not None:
+        path.write_text(content)
+    assert run(monkeypatch, "show", str(path)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("autoprec: policy.json")
+    assert error.count("\n") == 1
