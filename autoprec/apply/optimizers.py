@@ -24,14 +24,19 @@ def build_optimizer(
     """Build `optimizer(params, **settings)` with the policy's eps and amsgrad where the class has them.
 
     Groups in `params` and keyword arguments that state eps or amsgrad themselves keep theirs (with a warning). A state
-    dict loaded later keeps the policy's values too, and says what differed.
+    dict loaded later keeps the policy's values too, and says what differed. A setting that the class does not have is
+    left out with a warning.
     """
+    params = list(params)
     accepted = inspect.signature(optimizer).parameters
-    chosen = {key: value for key, value in _optimizer_settings(policy).items() if key in accepted}
-    for key in [key for key in chosen if key in settings and settings[key] != chosen[key]]:
-        message = f"{key}={settings[key]!r} was asked for; the policy says {chosen[key]!r}: keeping {settings[key]!r}"
-        warnings.warn(message, PrecisionWarning, stacklevel=2)
-    chosen = {key: value for key, value in chosen.items() if key not in settings}
+    wanted = _optimizer_settings(policy)
+    for key, value in wanted.items():
+        stated = [owner[key] for owner in (settings, *_groups(params)) if key in owner and owner[key] != value]
+        if key not in accepted:
+            _warn(f"{optimizer.__name__} has no {key}: the policy's {key}={value!r} is not used")
+        elif stated:
+            _warn(f"{key}={stated[0]!r} was asked for; the policy says {value!r}: keeping {stated[0]!r}")
+    chosen = {key: value for key, value in wanted.items() if key in accepted and key not in settings}
     built = optimizer(params, **settings, **chosen)
     if chosen:
         own = [{key: group[key] for key in chosen} for group in built.param_groups]
@@ -78,6 +83,14 @@ class PolicyGradScaler(torch.amp.GradScaler):
         if changed:
             message = f"kept the policy's grad scaler settings: {', '.join(changed)}"
             warnings.warn(message, PrecisionWarning, stacklevel=2)
+
+
+def _groups(params: list[Any]) -> list[dict[str, Any]]:
+    return [group for group in params if isinstance(group, dict)]
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, PrecisionWarning, stacklevel=3)
 
 
 def _optimizer_settings(policy: Policy) -> dict[str, Any]:

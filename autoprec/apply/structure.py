@@ -76,6 +76,8 @@ def without_prefixes(rule: str) -> str:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether the module can be called: ModuleList, ModuleDict and ParameterList have no forward."""
+    if is_scripted(module):
+        return True
     forward = type(module).forward
     return "forward" in module.__dict__ or getattr(forward, "__name__", "") != "_forward_unimplemented"
 
