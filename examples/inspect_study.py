@@ -23,8 +23,7 @@ def main() -> None:
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = f"sqlite:///{arguments.folder / 'study.db'}"
-    names = [name for name in optuna.get_all_study_names(storage) if not name.endswith("/verification")]
-    for name in names:
+    for name in optuna.get_all_study_names(storage):
         show_study(optuna.load_study(study_name=name, storage=storage), top=arguments.top)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import optuna
 from optuna.storages import RDBStorage
 
 from autoprec.errors import UsageError
@@ -22,7 +21,7 @@ from autoprec.search.recommendation import Candidate, Choice, choose, rank
 from autoprec.search.runner import Measure, run_trials
 from autoprec.search.samplers import build_sampler, quiet_optuna
 from autoprec.search.storage import alone, open_storage, sqlite_url
-from autoprec.search.study import OBJECTIVES, SearchStudy, TrialRecord, name_objectives, open_study
+from autoprec.search.study import SearchStudy, TrialRecord, open_study
 from autoprec.search.verification import Contender, RunStore, Verification, verify
 from autoprec.tasks.batches import count_samples, open_batches
 from autoprec.tasks.protocol import Task
@@ -105,7 +104,7 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
                 settings=plan.trial,
                 events=events,
             )
-            verification = _prove(plan, study, measure, storage, events)
+            verification = _prove(plan, study, measure, events)
         except KeyboardInterrupt:
             if study.fp32 is not None:
                 _finish(plan, study, verification)
@@ -156,23 +155,16 @@ def _candidate(record: TrialRecord) -> Candidate:
     return Candidate(record.label, record.policy, record.key, record.outcome)
 
 
-def _prove(plan: SearchPlan, study: SearchStudy, measure: Measure, storage: RDBStorage, events: Events) -> Verification:
+def _prove(plan: SearchPlan, study: SearchStudy, measure: Measure, events: Events) -> Verification:
     candidates = candidates_of(study, plan)
-    store = RunStore(
-        optuna.create_study(
-            study_name=f"{plan.study_name}/verification",
-            storage=storage,
-            directions=list(OBJECTIVES.values()),
-            load_if_exists=True,
-        )
-    )
-    name_objectives(store.study)
+    reference = next(c for c in candidates if c.name == FP32)
     return verify(
         [Contender(c.name, c.policy, c.key) for c in candidates if c.outcome.is_ok],
         measure,
         proof=plan.settings.proof,
         trial_settings=plan.trial,
-        store=store,
+        store=RunStore(study.study),
+        ranking=[c.name for c in rank(candidates, reference, plan.settings.prefer)],
         resolution=_resolution(plan),
         events=events,
     )

@@ -150,7 +150,7 @@ def open_study(
     if stored is None:
         if study.get_trials(deepcopy=False) or not _has_our_directions(study.directions):
             raise StudyError(f"study {name!r} exists and was not made by autoprec; give another --study-name")
-        name_objectives(study)
+        _name_objectives(study)
         study.set_user_attr(IDENTITY, identity)
     else:
         difference = first_difference(stored, identity)
@@ -159,7 +159,7 @@ def open_study(
     return SearchStudy(study, parameters, limits)
 
 
-def name_objectives(study: Study) -> None:
+def _name_objectives(study: Study) -> None:
     """Give the objectives their names. Optuna calls this experimental; the warning is no news to a user."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

@@ -7,19 +7,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from optuna.study import Study
-from optuna.trial import TrialState, create_trial
 
 from autoprec.policy import Policy
 from autoprec.search.arms import FP32
 from autoprec.search.events import Events
 from autoprec.search.runner import Measure
 from autoprec.search.statistics import PairedDifference, paired_difference
-from autoprec.search.study import objective_values
 from autoprec.trials.outcome import Outcome, TrialSettings
 
 __all__ = ["Proof", "Verdict", "Verification", "Contender", "RunStore", "verify"]
 
 VerdictKind = Literal["reference", "proved", "refuted", "open"]
+RUN_PREFIX = "autoprec:verification:"
 FIRST_SEED = 1_000
 """Distance between the seed of the trials and the first seed of the proof: no trial used these."""
 
@@ -97,29 +96,25 @@ class Verification:
 
 
 class RunStore:
-    """The runs of a proof, kept as trials of a study of their own beside the search."""
+    """The runs of a proof, kept as user attributes of the search's study: they are no trials and teach no sampler."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
 
     def outcomes(self) -> dict[tuple[str, int], Outcome]:
         """Return (policy key, seed index) -> outcome."""
-        found = {}
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-            attributes = trial.user_attrs
-            found[attributes["policy_key"], attributes["seed_index"]] = Outcome(**attributes["outcome"])
-        return found
+        stored = [value for name, value in self.study.user_attrs.items() if name.startswith(RUN_PREFIX)]
+        return {(run["policy_key"], run["seed_index"]): Outcome(**run["outcome"]) for run in stored}
 
-    def add(self, contender: Contender, index: int, outcome: Outcome, fp32: Outcome) -> None:
-        attributes = {
+    def add(self, contender: Contender, index: int, outcome: Outcome) -> None:
+        run = {
             "arm": contender.name,
             "policy_key": contender.key,
             "policy": contender.policy.model_dump(mode="json", exclude_none=True),
             "seed_index": index,
             "outcome": outcome.model_dump(mode="json"),
         }
-        values = objective_values(outcome, fp32)
-        self.study.add_trial(create_trial(state=TrialState.COMPLETE, values=values, user_attrs=attributes))
+        self.study.set_user_attr(f"{RUN_PREFIX}{contender.key}:{index}", run)
 
 
 def verify(
@@ -129,18 +124,21 @@ def verify(
     proof: Proof,
     trial_settings: TrialSettings,
     store: RunStore,
+    ranking: Sequence[str],
     resolution: float,
     events: Events,
 ) -> Verification:
-    """Train the contenders, FP32 among them, until each verdict stands or the seeds are used up.
+    """Train the contenders, FP32 among them, until the best that is proved is known or the seeds are used up.
 
-    Runs that the store holds are not made again. Arms whose verdict stands after a look are not trained further.
+    All contenders are trained to the first look; after it only those that are open and stand in `ranking` (names, the
+    best first) before the first one that is proved. Runs that the store holds are not made again.
     """
     known = store.outcomes()
     verdicts: dict[str, Verdict] = {}
     reference = next(c for c in contenders if c.name == FP32)
     for look, num_seeds in enumerate(proof.looks):
-        still_open = [c for c in contenders if c is reference or verdicts.get(c.name, _OPEN).kind == "open"]
+        wanted = set(_undecided(ranking, verdicts)) if look else {c.name for c in contenders}
+        still_open = [c for c in contenders if c is reference or c.name in wanted]
         if look and len(still_open) == 1:
             break
         needed = [(c, index) for index in range(num_seeds) for c in _rotated(still_open, index, reference)]
@@ -150,8 +148,7 @@ def verify(
             if (contender.key, index) in known or _has_failed(contender, known):
                 continue
             outcome = measure(contender.policy, proof.settings(trial_settings, index))
-            fp32 = known.get((reference.key, index), outcome)
-            store.add(contender, index, outcome, fp32)
+            store.add(contender, index, outcome)
             known[contender.key, index] = outcome
             events.verification_finished(contender.name, index, outcome)
         for contender in still_open:
@@ -160,7 +157,10 @@ def verify(
     return Verification(proof, verdicts, runs)
 
 
-_OPEN = Verdict("open", None, "not run")
+def _undecided(ranking: Sequence[str], verdicts: Mapping[str, Verdict]) -> list[str]:
+    """Return the open arms that would be recommended if they were proved: those before the first safe one."""
+    first_safe = next((i for i, name in enumerate(ranking) if name in verdicts and verdicts[name].is_safe), 0)
+    return [name for name in ranking[:first_safe] if name in verdicts and verdicts[name].kind == "open"]
 
 
 def judge(

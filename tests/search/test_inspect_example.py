@@ -23,4 +23,3 @@ def test_it_prints_the_front_and_what_each_objective_depended_on(
     text = capsys.readouterr().out
     assert "front: half everywhere: peak_memory_bytes" in text
     assert "peak_memory_bytes depended most on: precision/" in text
-    assert "verification" not in text

@@ -62,6 +62,12 @@ def test_a_plain_optuna_user_finds_named_objectives_parameters_constraints_and_o
     assert json.loads(json.dumps(trial.user_attrs)) == trial.user_attrs
 
 
+def test_the_storage_holds_one_study_and_the_runs_of_the_proof_are_no_trials_of_it(searched: SearchResult) -> None:
+    study = optuna.load_study(study_name=None, storage=f"sqlite:///{searched.folder / 'study.db'}")
+    assert len(study.trials) == len(searched.records)
+    assert sum(name.startswith("autoprec:verification:") for name in study.user_attrs) >= 9
+
+
 def test_only_the_bf16_baseline_has_the_other_dtype(searched: SearchResult) -> None:
     dtypes = [trial.params["autocast/dtype"] for trial in load(searched.plan).trials]
     assert [i for i, dtype in enumerate(dtypes) if dtype == "bf16"] == [2]

@@ -35,7 +35,12 @@ def open_store(path: Path) -> RunStore:
     return RunStore(study)
 
 
-def prove(path: Path, measure: Measure, contenders: list[Contender] = CONTENDERS) -> Verification:
+RANKING = ["trial 7", "autocast fp16", "fp32"]
+
+
+def prove(
+    path: Path, measure: Measure, contenders: list[Contender] = CONTENDERS, ranking: list[str] = RANKING
+) -> Verification:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return verify(
         contenders,
@@ -43,6 +48,7 @@ def prove(path: Path, measure: Measure, contenders: list[Contender] = CONTENDERS
         proof=PROOF,
         trial_settings=TrialSettings(seed=5),
         store=open_store(path),
+        ranking=[name for name in ranking if name in {c.name for c in contenders}],
         resolution=0.0,
         events=Events(),
     )
@@ -88,6 +94,24 @@ def test_only_open_arms_get_more_seeds(tmp_path: Path) -> None:
     assert len(found.outcomes["autocast fp16"]) == 3
     assert len(found.outcomes["trial 7"]) == 6
     assert len(found.outcomes["fp32"]) == 6
+
+
+def test_an_open_arm_that_would_not_be_recommended_anyway_gets_no_more_seeds(tmp_path: Path) -> None:
+    quiet, noisy = FakeMeasure(), FakeMeasure(noise=0.2)
+    found = prove(
+        tmp_path,
+        lambda policy, settings: (noisy if policy == FOUND else quiet)(policy, settings),
+        ranking=["autocast fp16", "trial 7", "fp32"],
+    )
+    assert found.verdicts["trial 7"].kind == "open"
+    assert len(found.outcomes["trial 7"]) == 3
+    assert len(found.outcomes["fp32"]) == 3
+
+
+def test_an_arm_that_is_no_better_than_fp32_gets_no_more_seeds(tmp_path: Path) -> None:
+    measure = FakeMeasure(noise=0.2)
+    prove(tmp_path, measure, ranking=["fp32", "autocast fp16", "trial 7"])
+    assert len(measure.order) == 9
 
 
 def test_a_run_that_diverges_refutes_its_arm_and_is_not_tried_on_other_seeds(tmp_path: Path) -> None:
