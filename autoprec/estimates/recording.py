@@ -76,11 +76,20 @@ def record_step(
             if settings.as_on_cuda:
                 stack.enter_context(cuda_attention())
         else:
-            copied = copy.deepcopy(_bare(model))
+            copied = _real_copy(_bare(model))
             made = map_tensors(_made(batch), torch.clone)
         with torch.no_grad():
             made = resize_batch(made, batch_size=settings.batch_size, image_size=settings.image_size)
         return _record(copied, made, loss, settings, fake=fake)
+
+
+def _real_copy(model: nn.Module) -> nn.Module:
+    """Deep-copy the model; under no_grad, since a scripted module's copy would not consist of leaves."""
+    with torch.no_grad():
+        copied = copy.deepcopy(model)
+    for original, parameter in zip(model.parameters(), copied.parameters(), strict=True):
+        parameter.requires_grad_(original.requires_grad)
+    return copied
 
 
 def _made(batch: Any) -> Any:

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autoprec.estimates import Gpu, Roofline, StepSettings, estimate_step, gpu_by_name, predict_time, record_step
+from autoprec.estimates.operations import Operation, describe_operation
+from autoprec.policy import Policy
+
+V100, A100 = gpu_by_name("v100"), gpu_by_name("a100")
+
+
+def product(dtype: torch.dtype | None, *, flops: int = 10**12, num_bytes: float = 0, **more: Any) -> Operation:
+    return Operation("aten.mm", "", "forward", dtype, flops, num_bytes, **more)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gpu", "tf32", "tflops"),
+    [
+        (torch.float32, V100, True, 15.7),
+        (torch.float16, V100, True, 125.0),
+        (torch.bfloat16, V100, True, 15.7),
+        (torch.float32, A100, True, 156.0),
+        (torch.float32, A100, False, 19.5),
+        (torch.bfloat16, A100, False, 312.0),
+    ],
+)
+def test_a_product_runs_at_the_reachable_peak_of_its_dtype(
+    dtype: torch.dtype, gpu: Gpu, tf32: bool, tflops: float
+) -> None:
+    roofline = Roofline(tf32=tf32, launch_seconds=0.0)
+    assert roofline.seconds(product(dtype), gpu) == pytest.approx(1 / (tflops * 0.8))
+
+
+def test_an_operator_takes_the_larger_of_computing_and_moving_plus_its_launches() -> None:
+    moving = product(torch.float32, flops=10**9, num_bytes=9e8, num_launches=3)
+    assert Roofline().seconds(moving, V100) == pytest.approx(9e8 / (900e9 * 0.9) + 3 * 5e-6)
+
+
+def test_tensor_cores_pad_sizes_and_turn_contiguous_images() -> None:
+    roofline = Roofline(launch_seconds=0.0)
+    padded = product(torch.float16, dims=(64, 3))
+    assert roofline.seconds(padded, V100) == pytest.approx(1 / 100 * 8 / 3)
+    turned = product(torch.float16, layout_bytes=9 * 10**8)
+    assert roofline.seconds(turned, V100) == pytest.approx(1 / 100 + 9e8 / 810e9)
+    assert roofline.seconds(product(torch.float32, layout_bytes=9 * 10**8), V100) == pytest.approx(1 / 12.56)
+
+
+def test_a_depthwise_product_falls_back_to_ordinary_cores() -> None:
+    depthwise = product(torch.float16, dims=(1, 1))
+    assert Roofline(launch_seconds=0.0).seconds(depthwise, V100) == pytest.approx(1 / 12.56)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions_count_two_operations_a_product_with_groups(groups: int, transposed: bool) -> None:
+    layer = (nn.ConvTranspose2d if transposed else nn.Conv2d)(8, 16, 3, groups=groups, bias=False)
+    x = torch.zeros(2, 8, 10, 10)
+    out = layer(x)
+    positions = x if transposed else out
+    per_position = 3 * 3 * (16 if transposed else 8) // groups
+    args = (x, layer.weight, None, [1, 1], [0, 0], [1, 1], transposed, [0, 0], groups)
+    operation = describe_operation(torch.ops.aten.convolution.default, args, {}, out)
+    assert operation.flops == 2 * positions.numel() * per_position
+    back_args = (out, x, layer.weight, None, [1, 1], [0, 0], [1, 1], transposed, [0, 0], groups, [False, True, False])
+    result = (None, layer.weight, None)
+    backward = describe_operation(torch.ops.aten.convolution_backward.default, back_args, {}, result)
+    assert backward.flops == operation.flops
+
+
+def test_bytes_are_those_read_and_written() -> None:
+    a, b = torch.zeros(4, 8), torch.zeros(8, 2)
+    operation = describe_operation(torch.ops.aten.mm.default, (a, b), {}, a @ b)
+    assert operation.num_bytes == 4 * (32 + 16 + 8)
+    assert operation.flops == 2 * 4 * 8 * 2
+    expanded = torch.zeros(1, 8).expand(100, 8)
+    added = describe_operation(torch.ops.aten.add.Tensor, (expanded, 1.0), {}, torch.zeros(100, 8))
+    assert added.num_bytes == 4 * (8 + 800)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Linear(16, 32), nn.Linear(32, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.large(self.small(x))
+
+
+def regression(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def regression_batch(num_samples: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(num_samples, 16), torch.zeros(num_samples, 256)
+
+
+def test_operators_belong_to_the_module_that_runs_forward_and_backward() -> None:
+    recording = record_step(TwoLayers(), regression_batch(), regression)
+    flops: dict[tuple[str, str], int] = {}
+    for operation in recording.operations:
+        flops[operation.unit, operation.phase] = flops.get((operation.unit, operation.phase), 0) + operation.flops
+    small, large = 2 * 64 * 16 * 32, 2 * 64 * 32 * 256
+    assert flops["small", "forward"] == small
+    assert flops["large", "forward"] == large
+    assert flops["small", "backward"] == small  # the batch needs no gradient
+    assert flops["large", "backward"] == 2 * large
+
+
+def test_seconds_by_unit_and_by_phase_add_up_to_the_step() -> None:
+    time = predict_time(record_step(TwoLayers(), regression_batch(), regression), A100)
+    assert sum(time.seconds_by_unit.values()) == pytest.approx(time.step_seconds)
+    assert sum(time.seconds_by_phase.values()) == pytest.approx(time.step_seconds)
+    assert set(time.seconds_by_phase) == {"forward", "backward", "optimizer"}
+
+
+def test_accumulation_repeats_the_micro_batch_and_steps_once() -> None:
+    def total(accumulation_steps: int, phase: str) -> int:
+        settings = StepSettings(accumulation_steps=accumulation_steps)
+        recording = record_step(TwoLayers(), regression_batch(), regression, settings=settings)
+        return sum(
+            o.repeats * (o.flops if phase != "optimizer" else 1) for o in recording.operations if o.phase == phase
+        )
+
+    assert total(5, "forward") == 5 * total(1, "forward")
+    assert total(5, "backward") == 5 * total(1, "backward")
+    assert total(5, "optimizer") == total(1, "optimizer")
+
+
+def test_a_tiny_step_is_bound_by_launches_and_gains_nothing_from_autocast() -> None:
+    base, amp = (
+        estimate_step(TwoLayers(), regression_batch(4), regression, policy=Policy(default=default))
+        for default in ("fp32", "autocast")
+    )
+    assert base.launch_share > 0.95
+    assert amp.throughput_samples_per_second.value < base.throughput_samples_per_second.value
+
+
+def test_a_large_step_is_faster_under_autocast_and_throughput_counts_samples() -> None:
+    model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096))
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).sum()
+
+    base, amp = (
+        estimate_step(model, torch.zeros(2, 4096), loss, policy=Policy(default=default), batch_size=8192, gpu="v100")
+        for default in ("fp32", "autocast")
+    )
+    assert base.num_samples == 8192
+    assert base.throughput_samples_per_second.value == pytest.approx(8192 / base.step_seconds.value)
+    assert base.throughput_samples_per_second.kind == "predicted"
+    assert 3 < base.step_seconds.value / amp.step_seconds.value < 8
+
+
+def test_bf16_on_a_gpu_without_it_is_noted() -> None:
+    policy = Policy(default="autocast", dtype="bf16")
+    estimate = estimate_step(TwoLayers(), regression_batch(), regression, policy=policy, gpu="t4")
+    assert any("no BF16 units" in note for note in estimate.notes)
+
+
+def test_dropout_costs_one_kernel_each_way_with_a_mask_of_bytes() -> None:
+    model = nn.Sequential(nn.Linear(16, 1024), nn.Dropout(0.5), nn.Linear(1024, 256))
+    recording = record_step(model, regression_batch(), regression)
+    in_dropout = [operation for operation in recording.operations if operation.unit == "1"]
+    forward = [operation for operation in in_dropout if operation.phase == "forward"]
+    assert [operation.num_bytes for operation in forward] == [64 * 1024 * (4 + 4 + 1)]
+    assert 64 * 1024 * (4 + 4 + 1) in [operation.num_bytes for operation in in_dropout if operation.phase == "backward"]
