@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from statistics import fmean
 from typing import Any
 
 from autoprec.policy import (
@@ -22,6 +21,7 @@ from autoprec.search.arms import FP32
 from autoprec.search.fingerprint import versions
 from autoprec.search.plan import SearchPlan
 from autoprec.search.recommendation import PREFERENCES, Candidate, Choice, rank
+from autoprec.search.statistics import interval
 from autoprec.search.study import OBJECTIVES, TrialRecord
 from autoprec.search.verification import Verification
 from autoprec.trials.outcome import Outcome
@@ -71,11 +71,15 @@ def _evidence(candidate: Candidate, verification: Verification) -> ArmEvidence:
 
 
 def _mean(numbers: Sequence[Number | None]) -> Number | None:
+    """Return the mean over seeds with its two-sided 95 % interval; None where a run gave no number."""
     known = [number for number in numbers if number is not None]
     if not known or len(known) != len(numbers):
         return None
     values = [number.value for number in known]
-    return Number(value=fmean(values), kind=known[0].kind, low=min(values), high=max(values))
+    if len(values) < 2:
+        return known[0]
+    found = interval(values, alpha=0.025)
+    return Number(value=found.mean, kind=known[0].kind, low=found.low, high=found.high)
 
 
 def _unit_evidence(plan: SearchPlan, choice: Choice) -> dict[str, UnitEvidence]:

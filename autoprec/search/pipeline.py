@@ -17,7 +17,7 @@ from autoprec.search.events import Events
 from autoprec.search.export import exported_policy, front_document, to_json
 from autoprec.search.measuring import open_measure
 from autoprec.search.plan import MAX_FINALISTS, SearchPlan, SearchSettings, prepare_search, resolve_device
-from autoprec.search.recommendation import Candidate, Choice, choose, rank
+from autoprec.search.recommendation import Candidate, Choice, choose, gain, rank
 from autoprec.search.runner import Measure, run_trials
 from autoprec.search.samplers import build_sampler, quiet_optuna
 from autoprec.search.storage import alone, open_storage, sqlite_url
@@ -164,7 +164,7 @@ def _prove(plan: SearchPlan, study: SearchStudy, measure: Measure, events: Event
         proof=plan.settings.proof,
         trial_settings=plan.trial,
         store=RunStore(study.study),
-        ranking=[c.name for c in rank(candidates, reference, plan.settings.prefer)],
+        gains={c.name: gain(c, reference, plan.settings.prefer) for c in candidates if c.outcome.is_ok},
         resolution=_resolution(plan),
         events=events,
     )

@@ -9,16 +9,13 @@ from typing import Literal, get_args
 
 from autoprec.policy import Policy
 from autoprec.search.arms import AUTOCAST_BF16, AUTOCAST_FP16, BASELINES, FP32
-from autoprec.search.verification import Verification
+from autoprec.search.verification import MIN_GAIN, Verdict, Verification, better_but_open
 from autoprec.trials.outcome import Outcome
 
 __all__ = ["Prefer", "PREFERENCES", "Candidate", "Choice", "rank", "choose", "gain"]
 
 Prefer = Literal["balanced", "fastest", "smallest"]
 PREFERENCES: tuple[Prefer, ...] = get_args(Prefer)
-MIN_GAIN = 0.01
-"""Differences in memory or throughput below this share are no reason to leave the simpler policy."""
-
 SIMPLICITY = (FP32, AUTOCAST_BF16, AUTOCAST_FP16)
 """From the simplest: FP32; BF16, which needs no grad scaler; FP16; then any found policy."""
 
@@ -108,15 +105,17 @@ def choose(
     ranked = rank(candidates, reference, prefer)
     verdicts = verification.verdicts
     best = next(c for c in ranked if c is reference or (c.name in verdicts and verdicts[c.name].is_safe))
-    better_but_open = [c for c in ranked[: ranked.index(best)] if _kind(c, verdicts) == "open"]
-    if best is reference and better_but_open:
-        return _inconclusive(better_but_open, reference, verification, prefer, target_is_here)
+    by_name = {c.name: c for c in candidates if c.outcome.is_ok}
+    gains = {name: gain(c, reference, prefer) for name, c in by_name.items()}
+    open_arms = [by_name[name] for name in better_but_open(gains, verdicts)]
+    if best is reference and open_arms:
+        return _inconclusive(open_arms, reference, verification, prefer, target_is_here)
     kind: Literal["policy", "autocast", "fp32"] = (
         "fp32" if best is reference else "policy" if best.is_found else "autocast"
     )
     parts = [_main_clause(best, reference, ranked, verification, target)]
-    if better_but_open:
-        parts.append(f"{_and(better_but_open)} would be better but is not proved within the seeds of this proof")
+    if open_arms:
+        parts.append(f"{_and(open_arms)} would be better but is not proved within the seeds of this proof")
     if not target_is_here:
         parts.append(f"provisional: {target} was not there; run `autoprec search` on it with --device cuda to verify")
     return Choice(kind, best.name, best.policy, "; ".join(parts) + ".", not target_is_here, prefer)
@@ -154,14 +153,16 @@ def _main_clause(
     verdict = verification.verdicts[best.name]
     lost = f"accuracy within {verification.proof.margin:g} of FP32"
     if verdict.difference is not None:
-        lost += f" (mean difference {verdict.difference.mean:+.4f}, {verdict.difference.num_pairs} paired seeds)"
+        lost += f" (mean difference {verdict.difference.mean:+.4f}, {verdict.difference.num_values} paired seeds)"
     name = f"the found policy ({best.name})" if best.is_found else f"plain {_spoken(best.name)}"
     return f"Use {name}: {memory:.2f}x the memory and {speed:.2f}x the throughput of FP32 on {target}, {lost}"
 
 
-def _kind(candidate: Candidate, verdicts: Mapping[str, object]) -> str:
+def _kind(candidate: Candidate, verdicts: Mapping[str, Verdict]) -> str:
+    if not candidate.outcome.is_ok:
+        return "refuted"
     verdict = verdicts.get(candidate.name)
-    return str(getattr(verdict, "kind", "open"))
+    return "open" if verdict is None else verdict.kind
 
 
 def _spoken(name: str) -> str:

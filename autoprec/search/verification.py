@@ -12,12 +12,14 @@ from autoprec.policy import Policy
 from autoprec.search.arms import FP32
 from autoprec.search.events import Events
 from autoprec.search.runner import Measure
-from autoprec.search.statistics import PairedDifference, paired_difference
+from autoprec.search.statistics import Interval, interval
 from autoprec.trials.outcome import Outcome, TrialSettings
 
-__all__ = ["Proof", "Verdict", "Verification", "Contender", "RunStore", "verify"]
+__all__ = ["Proof", "Verdict", "Verification", "MIN_GAIN", "better_but_open", "Contender", "RunStore", "verify"]
 
 VerdictKind = Literal["reference", "proved", "refuted", "open"]
+MIN_GAIN = 0.01
+"""Differences in memory or throughput below this share are no reason to leave the simpler policy."""
 RUN_PREFIX = "autoprec:verification:"
 FIRST_SEED = 1_000
 """Distance between the seed of the trials and the first seed of the proof: no trial used these."""
@@ -68,7 +70,7 @@ class Verdict:
     """What the proof says of one arm. `difference` is the metric minus FP32's, None after a failed run."""
 
     kind: VerdictKind
-    difference: PairedDifference | None
+    difference: Interval | None
     reason: str
 
     @property
@@ -124,20 +126,21 @@ def verify(
     proof: Proof,
     trial_settings: TrialSettings,
     store: RunStore,
-    ranking: Sequence[str],
+    gains: Mapping[str, float],
     resolution: float,
     events: Events,
 ) -> Verification:
     """Train the contenders, FP32 among them, until the best that is proved is known or the seeds are used up.
 
-    All contenders are trained to the first look; after it only those that are open and stand in `ranking` (names, the
-    best first) before the first one that is proved. Runs that the store holds are not made again.
+    All contenders are trained to the first look; after it only open ones that would be better than the best that is
+    proved, by at least `MIN_GAIN` in `gains` (name -> what it saves against FP32). Runs that the store holds are not
+    made again.
     """
     known = store.outcomes()
     verdicts: dict[str, Verdict] = {}
     reference = next(c for c in contenders if c.name == FP32)
     for look, num_seeds in enumerate(proof.looks):
-        wanted = set(_undecided(ranking, verdicts)) if look else {c.name for c in contenders}
+        wanted = set(better_but_open(gains, verdicts)) if look else {c.name for c in contenders}
         still_open = [c for c in contenders if c is reference or c.name in wanted]
         if look and len(still_open) == 1:
             break
@@ -157,10 +160,11 @@ def verify(
     return Verification(proof, verdicts, runs)
 
 
-def _undecided(ranking: Sequence[str], verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return the open arms that would be recommended if they were proved: those before the first safe one."""
-    first_safe = next((i for i, name in enumerate(ranking) if name in verdicts and verdicts[name].is_safe), 0)
-    return [name for name in ranking[:first_safe] if name in verdicts and verdicts[name].kind == "open"]
+def better_but_open(gains: Mapping[str, float], verdicts: Mapping[str, Verdict]) -> list[str]:
+    """Return the open arms that would be recommended if they were proved, the best first."""
+    safe = max((gain for name, gain in gains.items() if name in verdicts and verdicts[name].is_safe), default=0.0)
+    better = [name for name, gain in gains.items() if 1 + gain >= (1 + safe) * (1 + MIN_GAIN)]
+    return sorted((n for n in better if n not in verdicts or verdicts[n].kind == "open"), key=lambda n: -gains[n])
 
 
 def judge(
@@ -183,7 +187,7 @@ def judge(
         if pair[0] is None or pair[1] is None or pair[0].accuracy is None or pair[1].accuracy is None:
             return Verdict("open", None, f"FP32 gave no number on seed {index}")
         differences.append(pair[0].accuracy.value - pair[1].accuracy.value)
-    difference = paired_difference(differences, alpha=proof.alpha / len(proof.looks), resolution=resolution)
+    difference = interval(differences, alpha=proof.alpha / len(proof.looks), resolution=resolution)
     if difference.low > -proof.margin:
         return Verdict("proved", difference, f"not worse than FP32 by more than {proof.margin:g}")
     if difference.high < -proof.margin:

@@ -7,7 +7,7 @@ import pytest
 from autoprec.policy import Number, Policy
 from autoprec.search.arms import BASELINES
 from autoprec.search.recommendation import Candidate, Choice, Prefer, choose, gain, rank
-from autoprec.search.statistics import PairedDifference
+from autoprec.search.statistics import Interval
 from autoprec.search.verification import Proof, Verdict, Verification
 from autoprec.trials.outcome import Outcome
 
@@ -31,7 +31,7 @@ BF16 = candidate("autocast bf16", 6.0, 200.0)
 def decide(
     candidates: list[Candidate], kinds: dict[str, str], prefer: Prefer = "balanced", here: bool = False
 ) -> Choice:
-    difference = PairedDifference(6, -0.001, 0.004)
+    difference = Interval(6, -0.001, 0.004)
     verdicts = {
         name: Verdict(kind, None if kind == "reference" else difference, "")  # type: ignore[arg-type]
         for name, kind in {"fp32": "reference", **kinds}.items()

@@ -35,11 +35,11 @@ def open_store(path: Path) -> RunStore:
     return RunStore(study)
 
 
-RANKING = ["trial 7", "autocast fp16", "fp32"]
+GAINS = {"fp32": 0.0, "autocast fp16": 2.0, "trial 7": 2.5}
 
 
 def prove(
-    path: Path, measure: Measure, contenders: list[Contender] = CONTENDERS, ranking: list[str] = RANKING
+    path: Path, measure: Measure, contenders: list[Contender] = CONTENDERS, gains: dict[str, float] = GAINS
 ) -> Verification:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return verify(
@@ -48,7 +48,7 @@ def prove(
         proof=PROOF,
         trial_settings=TrialSettings(seed=5),
         store=open_store(path),
-        ranking=[name for name in ranking if name in {c.name for c in contenders}],
+        gains={c.name: gains[c.name] for c in contenders},
         resolution=0.0,
         events=Events(),
     )
@@ -101,7 +101,7 @@ def test_an_open_arm_that_would_not_be_recommended_anyway_gets_no_more_seeds(tmp
     found = prove(
         tmp_path,
         lambda policy, settings: (noisy if policy == FOUND else quiet)(policy, settings),
-        ranking=["autocast fp16", "trial 7", "fp32"],
+        gains={"fp32": 0.0, "autocast fp16": 2.0, "trial 7": 2.02},
     )
     assert found.verdicts["trial 7"].kind == "open"
     assert len(found.outcomes["trial 7"]) == 3
@@ -110,7 +110,7 @@ def test_an_open_arm_that_would_not_be_recommended_anyway_gets_no_more_seeds(tmp
 
 def test_an_arm_that_is_no_better_than_fp32_gets_no_more_seeds(tmp_path: Path) -> None:
     measure = FakeMeasure(noise=0.2)
-    prove(tmp_path, measure, ranking=["fp32", "autocast fp16", "trial 7"])
+    prove(tmp_path, measure, gains={"fp32": 0.0, "autocast fp16": 0.005, "trial 7": -0.2})
     assert len(measure.order) == 9
 
 
