@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from autoprec.errors import TaskError
 from autoprec.estimates.batches import map_tensors
 
-__all__ = ["fake_mode", "fake_copy", "fake_batch", "untouched_randomness", "cuda_attention"]
+__all__ = ["fake_mode", "fake_copy", "fake_batch", "untouched_randomness", "cuda_kernels"]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -30,7 +30,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
     Raises:
         NotImplementedError: a part of the model is scripted: such a part has no fake copy.
-        TaskError: the model cannot be deep-copied.
+        TaskError: the model cannot be deep-copied, or is lazy and was never run.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -38,6 +38,8 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
             raise NotImplementedError("a scripted module has no fake copy")
         held = [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
         for tensor in held:
+            if torch.nn.parameter.is_lazy(tensor):
+                raise TaskError(f"{type(module).__name__}: its parameters have no shape yet; run the model once first")
             if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
                 memo[id(tensor)] = _fake(tensor, mode)
     try:
@@ -77,11 +79,12 @@ def untouched_randomness() -> Iterator[None]:
 
 
 @contextmanager
-def cuda_attention() -> Iterator[None]:
-    """Let `scaled_dot_product_attention` be planned without dropout, for the length of the context.
+def cuda_kernels() -> Iterator[None]:
+    """Plan attention and recurrent layers more like CUDA's kernels, for the length of the context.
 
     CUDA's fused attention draws dropout inside the kernel and keeps no mask; the CPU has a fused kernel only without
-    dropout and would be charged for the whole matrix of probabilities. Process-wide: not for real training.
+    dropout and would be charged for the whole matrix of probabilities: so it is planned without. oneDNN's LSTM hides
+    what it saves; without oneDNN the gates are seen, as in half precision. Process-wide: not for real training.
     """
     original: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
 
@@ -97,7 +100,9 @@ def cuda_attention() -> Iterator[None]:
         return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     F.scaled_dot_product_attention = without_dropout
+    onednn = torch.backends.mkldnn.set_flags(_enabled=False, _fp32_precision=None)[0]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
+        torch.backends.mkldnn.set_flags(_enabled=onednn, _fp32_precision=None)  # type: ignore[no-untyped-call]
         F.scaled_dot_product_attention = original

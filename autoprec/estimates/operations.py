@@ -79,10 +79,14 @@ def runs_no_kernel(operator: Any) -> bool:
 
 
 def flat_tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among an operator's arguments or results, lists of tensors included."""
+    """Yield the strided tensors among an operator's arguments or results, lists of tensors included.
+
+    Sparse and opaque tensors have no storage of their own; their parts are strided tensors that other operators make.
+    """
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            if value.layout is torch.strided:
+                yield value
         elif isinstance(value, (list, tuple)):
             yield from flat_tensors(value)
 

@@ -107,18 +107,15 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 record.born = start
         self.records = [record for record in self.records if record.phase != "warm_up" or record.born == start]
 
-    def watch(self, tensor: torch.Tensor, category: Category | None = None, unit: str | None = None) -> StorageRecord:
-        """Record the tensor's storage, or label it where it is known; None keeps what is there."""
+    def watch(self, tensor: torch.Tensor, category: Category, unit: str) -> None:
+        """Record the storage of a strided tensor, or label it where it is known."""
+        if tensor.layout is not torch.strided:
+            return
         storage = tensor.untyped_storage()
         known = self._live.get(id(storage))
-        if known is None:
-            record = self._add(storage, category=category)
-        else:
-            record = known[1]
-            record.category = category or record.category
-        if unit is not None:
-            record.unit = unit
-        return record
+        record = self._add(storage, category=category) if known is None else known[1]
+        record.category = category
+        record.unit = unit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -184,9 +181,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """Follow which module runs, by forward hooks on `model`'s modules that are taken off at the end."""
+        """Follow which module runs, by forward hooks on `model`'s modules that are taken off at the end.
+
+        Scripted modules take no hooks: what they do is their parent's.
+        """
         handles = []
         for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
             called = functools.partial(self._call, name)
             returned = functools.partial(self._return, name)
             handles.append(module.register_forward_pre_hook(called, prepend=True))

@@ -307,6 +307,50 @@ def test_compiled_and_parallel_models_are_estimated_as_the_model_inside() -> Non
     assert computed(nn.DataParallel(model), batch) == computed(model, batch)
 
 
+def test_a_weight_heavy_model_needs_more_memory_under_autocast() -> None:
+    """FP32 masters, their gradients and besides the half copies: more than FP32 alone where activations are few."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)))
+    base, amp = (
+        computed(model, torch.zeros(4, 1024), optimizer=torch.optim.SGD, policy=POLICIES[p])
+        for p in POLICIES
+        if p != "fp16"
+    )
+    assert amp.peak_bytes > base.peak_bytes
+
+
+def test_an_lstm_saves_its_gates_in_either_precision() -> None:
+    """Four gates and a cell of 32 values for 16 samples and 8 steps, at least."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(16, 32, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lstm(x)[0][:, -1]
+
+    base, amp = (
+        computed(Last(), torch.zeros(16, 8, 16), policy=POLICIES[p]).saved_by_unit["lstm"]
+        for p in POLICIES
+        if p != "fp16"
+    )
+    assert base >= 5 * 32 * 16 * 8 * 4
+    assert amp < 0.7 * base
+
+
+def test_sparse_gradients_are_counted_by_their_parts() -> None:
+    model = nn.Sequential(nn.Embedding(1000, 64, sparse=True), nn.Flatten(), nn.Linear(128, 4))
+    batch = torch.zeros(8, 2, dtype=torch.long)
+    peak = computed(model, batch, optimizer=torch.optim.SGD)
+    assert peak.peak_bytes == real_peak(model, batch, total, settings=SGD).peak_bytes
+    assert peak.by_category["gradients"] < 1000 * 64 * 4
+
+
+def test_a_lazy_model_is_sent_back_to_be_run_once() -> None:
+    with pytest.raises(TaskError, match="run the model once"):
+        estimate_step(nn.Sequential(nn.LazyLinear(4)), torch.zeros(2, 3), total)
+
+
 @pytest.mark.slow
 def test_known_figures_of_resnet50_and_vit() -> None:
     """resnet50 at batch 128: 10.54 and 5.58 GiB; vit_b_16 at batch 64, SGD: 7.49, 4.57, half norms 4.10."""
