@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoprec.policy import Policy, Precision
-from autoprec.search.decisions import Decision
+from autoprec.search.decision import Decision
 from autoprec.search.parameters import AMSGRAD, AUTOCAST_DTYPE, EPS, Parameters, ParameterValue
 from autoprec.search.space import matches_any
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from autoprec.errors import UsageError, did_you_mean
 from autoprec.policy import Precision
+from autoprec.search.decision import CONTAINERS, Decision
+from autoprec.search.names import parent_of, prefixes_of
+from autoprec.search.repeats import share_repeats
 from autoprec.search.space import SearchSpace, matches_any
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["UnitLike", "Decision", "build_decisions"]
-
-CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
+__all__ = ["UnitLike", "build_decisions"]
 
 
 class UnitLike(Protocol):
@@ -32,33 +32,6 @@ class UnitLike(Protocol):
     def reasons(self) -> Mapping[Precision, str]: ...
     @property
     def tied(self) -> Sequence[str]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One precision to decide. `units` maps the module names that share it to their class names, in call order.
-
-    `reasons` says for each precision that is not offered why; with a single choice the decision is pinned. `depth` is
-    where its units are called on average: 0 the first unit of the model, 1 the last.
-    """
-
-    name: str
-    units: Mapping[str, str]
-    choices: tuple[Precision, ...]
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    depth: float = 0.0
-
-    @property
-    def parameter(self) -> str:
-        return f"precision/{self.name}"
-
-    @property
-    def lead_type(self) -> str:
-        return next(iter(self.units.values()))
-
-    @property
-    def is_pinned(self) -> bool:
-        return len(self.choices) == 1
 
 
 Composites = Mapping[str, Mapping[Precision, str]]
@@ -80,7 +53,7 @@ def build_decisions(
         decisions = _into_blocks(singles, tree, model, composites or {})
     else:
         decisions = _join_followers(singles, space)
-    decisions = _share_repeats(decisions, tree) if space.repeats == "together" else decisions
+    decisions = share_repeats(decisions, tree) if space.repeats == "together" else decisions
     decisions = _join_tied(decisions, units)
     return _with_depth(decisions, [single.name for single in singles])
 
@@ -88,7 +61,7 @@ def build_decisions(
 def _with_depth(decisions: list[Decision], call_order: list[str]) -> list[Decision]:
     places: dict[str, list[int]] = {}
     for place, name in enumerate(call_order):
-        for prefix in _prefixes(name):
+        for prefix in prefixes_of(name):
             places.setdefault(prefix, []).append(place)
     last = max(1, len(call_order) - 1)
 
@@ -136,12 +109,12 @@ def _join_followers(singles: list[Decision], space: SearchSpace) -> list[Decisio
     groups: list[Decision] = []
     previous = ""
     for single in singles:
-        follows = matches_any(single.lead_type, space.followers) and groups and _parent(single.name) == previous
+        follows = matches_any(single.lead_type, space.followers) and groups and parent_of(single.name) == previous
         if follows and single.choices == groups[-1].choices:
             groups[-1] = replace(groups[-1], units={**groups[-1].units, **single.units})
         else:
             groups.append(single)
-        previous = _parent(single.name)
+        previous = parent_of(single.name)
     return groups
 
 
@@ -173,7 +146,7 @@ def _into_blocks(
     blocks = _block_names(model)
     merged: dict[str, Decision] = {}
     for single in singles:
-        block = next((name for name in _ancestors(single.name) if name in blocks), single.name)
+        block = next((name for name in prefixes_of(single.name)[:-1] if name in blocks), single.name)
         if single.is_pinned or block == single.name:
             merged[single.name] = single
             continue
@@ -215,81 +188,3 @@ def _holds_blocks(module: nn.Module) -> bool:
         return False
     kinds = [type(child) for child in module.children() if list(child.children()) and not _is_container(child)]
     return len(kinds) != len(set(kinds))
-
-
-def _share_repeats(decisions: list[Decision], tree: Mapping[str, str]) -> list[Decision]:
-    """Merge the decisions of sibling blocks that have the same class and the same decisions inside."""
-    labels = _labels(decisions, tree)
-    shared: dict[tuple[str, tuple[Precision, ...]], Decision] = {}
-    for decision in decisions:
-        name = ".".join(labels[prefix] for prefix in _prefixes(decision.name))
-        key = (name, decision.choices)
-        known = shared.get(key)
-        units = {**known.units, **decision.units} if known else decision.units
-        reasons = {**known.reasons, **decision.reasons} if known else decision.reasons
-        shared[key] = Decision(name, units, decision.choices, reasons)
-    return _unique_names(list(shared.values()))
-
-
-def _unique_names(decisions: list[Decision]) -> list[Decision]:
-    names = [decision.name for decision in decisions]
-    return [replace(d, name=next(iter(d.units))) if names.count(d.name) > 1 else d for d in decisions]
-
-
-def _labels(decisions: list[Decision], tree: Mapping[str, str]) -> dict[str, str]:
-    """Return for each module on the way to a decision the last part of its name, or that of its run of repeats."""
-    children: dict[str, list[str]] = {}
-    for decision in decisions:
-        for prefix in _prefixes(decision.name):
-            siblings = children.setdefault(_parent(prefix), [])
-            if prefix not in siblings:
-                siblings.append(prefix)
-    own = {d.name: (tuple(d.units.values()), d.choices) for d in decisions}
-
-    def signature(name: str) -> tuple[object, ...]:
-        inside = tuple((_last(child), signature(child)) for child in children.get(name, ()))
-        return (tree.get(name, ""), own.get(name), inside)
-
-    blocks = {_parent(name) for name in tree if tree.get(_parent(name)) not in CONTAINERS}
-    labels: dict[str, str] = {}
-    for siblings in children.values():
-        runs: dict[tuple[object, ...], list[str]] = {}
-        for sibling in siblings:
-            repeats = _is_numbered(sibling) and sibling in blocks
-            runs.setdefault(signature(sibling) if repeats else (sibling,), []).append(sibling)
-        for run in runs.values():
-            labels.update(dict.fromkeys(run, _run_label([_last(name) for name in run])))
-    return labels
-
-
-def _run_label(names: list[str]) -> str:
-    """Name a run of repeated blocks: `layer_0`, `layer_1`, `layer_2` -> `layer_0..2`; `1`, `3` -> `1,3`."""
-    if len(names) == 1:
-        return names[0]
-    stems = {re.sub(r"\d+$", "", name) for name in names}
-    numbers = sorted(int(re.sub(r"^.*?(\d+)$", r"\1", name)) for name in names)
-    stem = stems.pop() if len(stems) == 1 else ""
-    if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{stem}{numbers[0]}..{numbers[-1]}"
-    return stem + ",".join(map(str, numbers))
-
-
-def _is_numbered(name: str) -> bool:
-    return name[-1:].isdigit()
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
-def _ancestors(name: str) -> list[str]:
-    return _prefixes(name)[:-1]

@@ -14,7 +14,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 
 from autoprec.errors import UsageError
 from autoprec.policy import GradScalerSettings, OptimizerSettings, Policy, Precision
-from autoprec.search.decisions import Decision
+from autoprec.search.decision import Decision
 from autoprec.search.space import Range, SearchSpace, matches_any
 
 __all__ = ["Parameters", "ParameterValue", "build_parameters", "policy_key"]

@@ -19,7 +19,8 @@ from autoprec.errors import TaskError, UsageError, did_you_mean
 from autoprec.estimates.gpus import gpu_by_name
 from autoprec.policy import ModelInfo, content_hash
 from autoprec.search.arms import Arm, baselines, warm_starts
-from autoprec.search.decisions import Decision, build_decisions
+from autoprec.search.decision import Decision
+from autoprec.search.decisions import build_decisions
 from autoprec.search.fingerprint import Identity, identity_hash, study_identity, versions
 from autoprec.search.parameters import Parameters, build_parameters
 from autoprec.search.recommendation import PREFERENCES, Prefer

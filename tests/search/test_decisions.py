@@ -10,7 +10,8 @@ from torch import nn
 
 from autoprec.errors import UsageError
 from autoprec.policy import PRECISIONS, Precision
-from autoprec.search.decisions import Decision, build_decisions
+from autoprec.search.decision import Decision
+from autoprec.search.decisions import build_decisions
 from autoprec.search.space import Rule, SearchSpace, load_space
 
 

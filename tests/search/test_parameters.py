@@ -10,7 +10,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from autoprec.errors import UsageError
 from autoprec.policy import GradScalerSettings, Policy
 from autoprec.search.arms import BASELINES, baselines, warm_starts
-from autoprec.search.decisions import Decision
+from autoprec.search.decision import Decision
 from autoprec.search.parameters import Parameters, build_parameters
 from autoprec.search.space import SearchSpace, load_space, parse_space
 
