@@ -1,10 +1,12 @@
-"""What a fork server imports once, so that each new worker process starts with it."""
+"""Importing this loads what a worker process needs; a fork server does so once for all of them."""
 
 from __future__ import annotations
 
-import autoprec.estimates.step
-import autoprec.tasks.vision
-import autoprec.trials.runner
-import autoprec.trials.worker  # noqa: F401
+import importlib
 
-__all__: list[str] = []
+__all__ = ["MODULES"]
+
+MODULES = ("autoprec.estimates", "autoprec.tasks.vision", "autoprec.trials.runner", "autoprec.trials.child")
+
+for name in MODULES:
+    importlib.import_module(name)
