@@ -3,12 +3,13 @@
 from autoprec.estimates.gpus import GPUS, Gpu, gpu_by_name
 from autoprec.estimates.memory import MemoryBreakdown, peak_memory
 from autoprec.estimates.recording import StepRecording, record_step
-from autoprec.estimates.roofline import Roofline, StepTime, predict_time
+from autoprec.estimates.roofline import RATIO_ERROR, Roofline, StepTime, predict_time
 from autoprec.estimates.settings import StepSettings
 from autoprec.estimates.step import StepEstimate, estimate_step, real_peak
 
 __all__ = [
     "GPUS",
+    "RATIO_ERROR",
     "Gpu",
     "MemoryBreakdown",
     "Roofline",

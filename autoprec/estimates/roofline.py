@@ -14,7 +14,11 @@ from autoprec.estimates.gpus import Gpu
 from autoprec.estimates.operations import Operation
 from autoprec.estimates.recording import StepRecording
 
-__all__ = ["Roofline", "StepTime", "predict_time"]
+__all__ = ["RATIO_ERROR", "Roofline", "StepTime", "predict_time"]
+
+RATIO_ERROR = 0.4
+"""Largest relative error of a predicted ratio of mixed precision to FP32 or TF32 beside the published ones
+(docs/estimates.md). Above .25, hence a predicted throughput never decides a recommendation alone."""
 
 _ALIGNMENT = {"fp16": 8, "bf16": 8, "tf32": 4, "fp32": 1}
 """Tensor cores pad each dimension to 16 bytes (NVIDIA, "Deep Learning Performance: Matrix Multiplication", tensor core

@@ -114,7 +114,7 @@ class Blocks(nn.Module):
         super().__init__()
         self.checkpointed, self.use_reentrant = checkpointed, use_reentrant
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256), nn.Dropout(0.1)) for _ in range(8)
+            nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256), nn.Dropout(0.1)) for _ in range(5)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ def test_checkpointing_keeps_the_inputs_of_blocks_alone(policy: Policy, use_reen
     settings = {"optimizer": torch.optim.SGD, "policy": policy}
     full = computed(Blocks(checkpointed=False), batch, **settings)
     recomputed = computed(Blocks(checkpointed=True, use_reentrant=use_reentrant), batch, **settings)
-    assert recomputed.by_category["activations"] < full.by_category["activations"] / 3
+    assert recomputed.by_category["activations"] < full.by_category["activations"] / 2
     assert recomputed.by_category["activations"] > 0
 
 
@@ -188,7 +188,9 @@ def test_the_second_step_of_a_real_run_peaks_as_computed(set_to_none: bool) -> N
 
 
 def test_another_batch_and_image_size_equals_a_batch_of_that_size() -> None:
-    model = REAL_MODELS["squeezenet"]()
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
+    )
     scaled = computed(model, images(2, 64), classify, batch_size=6, image_size=32)
     assert scaled == computed(model, images(6, 32), classify)
 
