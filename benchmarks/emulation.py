@@ -1,7 +1,7 @@
 """Print what emulated FP16 costs on this CPU and how closely it follows FP32 and torch's own FP16 kernels.
 
     python benchmarks/emulation.py [speed] [--threads 2] [--own-steps 2]
-    python benchmarks/emulation.py trajectory [--init-scale 65536]
+    python benchmarks/emulation.py trajectory [--init-scale 65536] [--common-state]
     python benchmarks/emulation.py accuracy [--num-steps 200] [--num-seeds 3]
 
 Arms run side by side, one step each in turn; a figure is the median of its arm's steps. Every arm but fp32 runs inside
@@ -127,15 +127,18 @@ def medians(arm: Arm) -> tuple[float, float]:
     return wall, cpu
 
 
-def print_trajectory(num_steps: int, init_scale: float) -> None:
+def print_trajectory(num_steps: int, init_scale: float, common_state: bool) -> None:
     print(f"{'optimizer':<10} {'step':>4} {'fp32':>10} {'emulated':>10} {'own':>10} {'difference':>11} {'scales':>16}")
     images, labels, _, _ = digits(0)
     for optimizer in ("sgd", "adamw"):
         arms = {arm: make_arm(arm, resnet18, 0, optimizer, init_scale) for arm in ARITHMETIC}
         for index, batch in enumerate(batches(images, labels, num_steps, 0)):
+            single, emulated, own = arms.values()
+            if common_state:
+                for arm in (single, own):
+                    arm.model.load_state_dict(emulated.model.state_dict())
             for arm in arms.values():
                 arm.step(*batch)
-            single, emulated, own = arms.values()
             difference = abs(emulated.losses[-1] - own.losses[-1]) / own.losses[-1]
             scales = f"{emulated.scales[-1]:.0f} {own.scales[-1]:.0f}"
             losses = f"{single.losses[-1]:>10.6f} {emulated.losses[-1]:>10.6f} {own.losses[-1]:>10.6f}"
@@ -179,6 +182,7 @@ def main() -> None:
     parser.add_argument("--num-steps", type=int, default=None)
     parser.add_argument("--own-steps", type=int, default=2, help="steps with torch's own FP16 kernels (slow)")
     parser.add_argument("--init-scale", type=float, default=2.0**16, help="of the trajectory's GradScaler")
+    parser.add_argument("--common-state", action="store_true", help="start each step from the emulated arm's weights")
     parser.add_argument("--num-seeds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -189,7 +193,7 @@ def main() -> None:
     if options.what == "speed":
         print_speed(options.num_steps or 12, options.own_steps)
     elif options.what == "trajectory":
-        print_trajectory(options.num_steps or 4, options.init_scale)
+        print_trajectory(options.num_steps or 4, options.init_scale, options.common_state)
     else:
         print_accuracy(options.num_steps or 200, options.num_seeds)
 
