@@ -2,7 +2,7 @@
 
     python benchmarks/emulation.py [speed] [--threads 2] [--own-steps 2]
     python benchmarks/emulation.py trajectory [--init-scale 65536] [--common-state]
-    python benchmarks/emulation.py accuracy [--num-steps 200] [--num-seeds 3]
+    python benchmarks/emulation.py accuracy [--num-steps 200] [--num-seeds 3] [--decay]
 
 Arms run side by side, one step each in turn; a figure is the median of its arm's steps. Every arm but fp32 runs inside
 autocast to FP16 under CUDA's rules; "torch's own" computes with torch's FP16 CPU kernels.
@@ -160,14 +160,15 @@ def held_out_accuracy(arm: Arm, train: torch.Tensor, images: torch.Tensor, label
     return float(hits.float().mean())
 
 
-def print_accuracy(num_steps: int, num_seeds: int) -> None:
+def print_accuracy(num_steps: int, num_seeds: int, decay: bool) -> None:
     print(f"{'seed':>4} {'fp32':>8} {'emulated':>9} {'difference':>11}   held-out accuracy after {num_steps} steps")
     differences = []
     for seed in range(num_seeds):
         images, labels, held_out, held_out_labels = digits(seed)
         arms = [make_arm(name, resnet18, seed) for name in ("fp32", "emulated fp16")]
-        for batch in batches(images, labels, num_steps, seed):
+        for index, batch in enumerate(batches(images, labels, num_steps, seed)):
             for arm in arms:
+                arm.optimizer.param_groups[0]["lr"] = 1e-3 * (1 - index / num_steps if decay else 1)
                 arm.step(*batch)
         single, half = (held_out_accuracy(arm, images, held_out, held_out_labels) for arm in arms)
         differences.append(half - single)
@@ -183,6 +184,7 @@ def main() -> None:
     parser.add_argument("--own-steps", type=int, default=2, help="steps with torch's own FP16 kernels (slow)")
     parser.add_argument("--init-scale", type=float, default=2.0**16, help="of the trajectory's GradScaler")
     parser.add_argument("--common-state", action="store_true", help="start each step from the emulated arm's weights")
+    parser.add_argument("--decay", action="store_true", help="lower the accuracy runs' rate linearly to 0")
     parser.add_argument("--num-seeds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -195,7 +197,7 @@ def main() -> None:
     elif options.what == "trajectory":
         print_trajectory(options.num_steps or 4, options.init_scale, options.common_state)
     else:
-        print_accuracy(options.num_steps or 200, options.num_seeds)
+        print_accuracy(options.num_steps or 200, options.num_seeds, options.decay)
 
 
 if __name__ == "__main__":
