@@ -124,7 +124,8 @@ def _any_half(values: Iterable[Any]) -> bool:
 
 
 def _is_composite(func: Any) -> bool:
-    return isinstance(func, torch._ops.OpOverload) and func._can_decompose()
+    """`prim` operators (a fake tensor asked for its device) are in no table of the dispatcher."""
+    return isinstance(func, torch._ops.OpOverload) and func.namespace != "prim" and func._can_decompose()
 
 
 class HalfArithmetic(TorchDispatchMode):
