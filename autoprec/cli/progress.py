@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,12 @@ class Progress(Events):
     def note(self, text: str) -> None:
         self._line(text)
 
+    def resumed(self, records: Sequence[TrialRecord]) -> None:
+        self._candidates = [_candidate(record) for record in records if record.is_feasible and not record.is_cached]
+        if records:
+            num_finished = sum(not record.is_cached for record in records)
+            self._line(f"the study holds {num_finished} finished trials; best so far {self._best()}")
+
     def trial_started(self, number: int, label: str, policy: Policy) -> None:
         self._live(f"trial {number}: {label}")
 
@@ -63,7 +70,7 @@ class Progress(Events):
             else f"{outcome.kind}: {outcome.message}"[:160]
         )
         feasible = "" if record.is_feasible else " (infeasible)"
-        self._candidates += [Candidate(record.label, record.policy, record.key, outcome)] if record.is_feasible else []
+        self._candidates += [_candidate(record)] if record.is_feasible else []
         self._line(f"[{num_finished}/{n_trials}] {record.label}{feasible}: {numbers}; best so far {self._best()}")
         self._seconds.append(outcome.wall_seconds)
         if record.arm == FP32:
@@ -93,6 +100,10 @@ class Progress(Events):
         if self._status is not None:
             elapsed = show_duration(time.monotonic() - self._started)
             self._status.update(escape(f"{text} ({elapsed}; best so far {self._best()})"))
+
+
+def _candidate(record: TrialRecord) -> Candidate:
+    return Candidate(record.label, record.policy, record.key, record.outcome)
 
 
 def forecast(plan: SearchPlan, *, num_trials: int | None = None, trial_seconds: float | None = None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autoprec.policy import Policy
 from autoprec.search.study import TrialRecord
 from autoprec.trials.outcome import Outcome
@@ -14,6 +16,9 @@ class Events:
 
     def note(self, text: str) -> None:
         """Hear one sentence about something that was skipped, resumed or changed."""
+
+    def resumed(self, records: Sequence[TrialRecord]) -> None:
+        """Hear of the trials that the study held before this search began."""
 
     def trial_started(self, number: int, label: str, policy: Policy) -> None:
         """Hear that trial `number` starts; `label` is the arm's name or "sampled"."""

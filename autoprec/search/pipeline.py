@@ -94,6 +94,7 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
         num_stale = study.fail_stale()
         if num_stale:
             events.note(f"{num_stale} trial(s) of a search that was stopped are marked as failed")
+        events.resumed(study.records)
         verification = Verification(plan.settings.proof)
         try:
             run_trials(

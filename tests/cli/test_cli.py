@@ -134,7 +134,9 @@ def test_the_same_command_again_runs_nothing_and_ends_the_same(
     num_runs = len(toy.order)
     assert run(monkeypatch, "search", "--n-trials", "6") == 0
     assert len(toy.order) == num_runs
-    assert capsys.readouterr().out.splitlines()[-1] == first
+    text = capsys.readouterr().out
+    assert "the study holds 6 finished trials; best so far half everywhere" in text
+    assert text.splitlines()[-1] == first
 
 
 @pytest.mark.usefixtures("toy")
