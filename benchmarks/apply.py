@@ -8,6 +8,7 @@ Figures are medians of interleaved rounds in one process; ratios are medians of 
 from __future__ import annotations
 
 import copy
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -41,10 +42,18 @@ class Stack(nn.Module):
 
 
 def seconds(call: Callable[[], object], repeats: int) -> float:
-    start = time.thread_time()
-    for _ in range(repeats):
+    """Return the median time of one call after three that warm up, without garbage collections in between."""
+    for _ in range(3):
         call()
-    return (time.thread_time() - start) / repeats
+    gc.collect()
+    gc.disable()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    gc.enable()
+    return statistics.median(times)
 
 
 def compare(model: nn.Module, bare: Callable[[], object], policy: Policy, x: torch.Tensor, *, rounds: int = 60) -> str:

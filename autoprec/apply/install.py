@@ -87,7 +87,7 @@ def suspend_policy(model: ModuleT) -> Iterator[ModuleT]:
         if _installed(model):
             raise ApplyError("a policy was applied inside suspend_policy; remove it before the block ends")
         for module, forward in installed:
-            _region_of(forward).inner = module.__dict__.get("forward")
+            _region_of(forward).wrap(module.__dict__.get("forward"))
             module.__dict__["forward"] = forward
 
 

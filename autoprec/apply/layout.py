@@ -66,12 +66,12 @@ class _Layout:
         """Whether the module's forward is replaced."""
         if not has_forward(module) or is_scripted(module) or name in self.structure.governors:
             return False
-        precision = self.plan.precision(name)
+        precision = self.plan.precisions[id(module)]
+        if precision != self.default or (self.is_mixed and precision != "autocast"):
+            return True
         parents = [self.structure.calling_parent(alias) for alias in self.structure.names[id(module)]]
         return (
-            precision != self.default
-            or (self.is_mixed and precision != "autocast")
-            or any(parent is None or self.plan.precision(parent) != precision for parent in parents)
+            any(parent is None or self.plan.precision(parent) != precision for parent in parents)
             or ("" in parents and precision == "autocast" and self._is_called_from_outside(name))
             or bool(self._own(name, module))
             or self._runs_needed(name, module)

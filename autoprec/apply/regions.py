@@ -73,10 +73,17 @@ class Region:
     without_fastpath: bool = False
     key: str = field(init=False)
     is_special: bool = field(init=False)
+    is_plain_autocast: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = f"{self.precision} {self.dtype}"
+        self.wrap(self.inner)
+
+    def wrap(self, inner: Callable[..., Any] | None) -> None:
+        """Take the forward that the instance has of its own."""
+        self.inner = inner
         self.is_special = self.runs is not None or self.protects_losses or self.without_fastpath
+        self.is_plain_autocast = self.precision == "autocast" and not self.is_special and self.inner is None
 
 
 @dataclass(eq=False)
@@ -114,7 +121,10 @@ def run_root(module: nn.Module, root: Root, /, *args: Any, **kwargs: Any) -> Any
         with context:
             local.key, local.task, local.root, local.cache, local.covered = region.key, _task(), root, cache, _NOTHING
             local.num_regions = 1
-            output = run_region(module, region, *args, **kwargs)
+            if region.is_plain_autocast:
+                output = type(module).forward(module, *args, **kwargs)
+            else:
+                output = run_region(module, region, *args, **kwargs)
         return cast_tree(output, torch.float32)
     finally:
         if clears:
@@ -130,9 +140,9 @@ def run_region(module: nn.Module, region: Region, /, *args: Any, **kwargs: Any) 
     entered = not compiling and local.key == region.key and local.task == _task()
     if region.precision == "autocast":
         if entered:
-            if region.is_special or region.inner is not None:
-                return _call(module, region, args, kwargs)
-            return type(module).forward(module, *args, **kwargs)
+            if region.is_plain_autocast:
+                return type(module).forward(module, *args, **kwargs)
+            return _call(module, region, args, kwargs)
         if not compiling:
             _refuse_copies(module, sys._getframe(1))
         with _context(region, device_type_of(module, args, kwargs), compiling):
@@ -197,7 +207,7 @@ def _call_shadowed(module: nn.Module, region: Region, args: Any, kwargs: Any) ->
     covered = local.covered
     is_inside = id(module) in covered
     members = region.own if is_inside else region.members
-    if not members:
+    if not members or (is_inside and _are_current(members, region.dtype)):
         return _call(module, region, args, kwargs)
     shadow = Shadow(region.dtype, local.cache)
     try:
@@ -211,6 +221,13 @@ def _call_shadowed(module: nn.Module, region: Region, args: Any, kwargs: Any) ->
         local.covered = covered
         with region.lock:
             shadow.leave()
+
+
+def _are_current(members: list[Member], dtype: torch.dtype) -> bool:
+    for member in members:  # noqa: SIM110 (a loop: this runs at every call inside a half region)
+        if not member.is_current(dtype):
+            return False
+    return True
 
 
 def _call_traced(module: nn.Module, region: Region, args: Any, kwargs: Any) -> Any:

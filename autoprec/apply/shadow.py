@@ -72,9 +72,27 @@ class Member:
     written: set[str] = field(default_factory=set)
     num_users: int = 0
     records: dict[str, _Record] = field(default_factory=dict)
+    num_attributes: int = -1
+    """How many attributes the module had when all its tensors were substituted; -1 where that has to be looked at."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "written": self.written, "num_users": 0, "records": {}}
+        return {"module": self.module, "written": self.written, "num_users": 0, "records": {}, "num_attributes": -1}
+
+    def is_current(self, dtype: torch.dtype) -> bool:
+        """Whether every substitution that a wider region made here still stands; quick, for calls inside it."""
+        module, records = self.module, self.records
+        own = module.__dict__
+        if len(own) != self.num_attributes or module._forward_pre_hooks:
+            return False
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                known = records.get(name)
+                if known is None:
+                    if wants_cast(tensor, dtype) and name not in self.written:
+                        return False
+                elif not known.stands_for(tensor):
+                    return False
+        return True
 
 
 class Shadow:
@@ -113,14 +131,19 @@ class Shadow:
                 continue
             if (known is not None or name not in own) and wants_cast(buffer, self.dtype, is_part):
                 self._substitute(member, own, name, buffer, buffer.to(self.dtype), is_buffer=True)
-        for name in plain_tensors(module):
+        plain = plain_tensors(module)
+        for name in plain:
             if wants_cast(own[name], self.dtype, is_part):
                 self._substitute(member, own, name, own[name], self._cast(own[name]), is_plain=True)
+        is_simple = not plain
         if isinstance(module, nn.RNNBase):
             self._enter_recurrent(member, module)
+            is_simple = False
         if "parametrizations" in module._modules:
             for name, namespace, call in parametrizations(module, self.dtype):
                 self._substitute(member, namespace, "forward", None, call, key=f"parametrizations.{name}")
+            is_simple = False
+        member.num_attributes = len(own) if is_simple else -1
 
     def _enter_recurrent(self, member: Member, module: nn.RNNBase) -> None:
         """Give a recurrent layer its list of half weights, and references to them so that it does not rebuild it."""
