@@ -68,7 +68,7 @@ def record_step(
     settings = settings or StepSettings()
     with ExitStack() as stack:
         stack.enter_context(untouched_randomness())
-        stack.enter_context(emulate(gpu_rules=True, arithmetic=not fake))
+        stack.enter_context(emulate())
         if fake:
             mode = fake_mode()
             copied, made = fake_copy(_bare(model), mode), fake_batch(_made(batch), mode)

@@ -234,6 +234,13 @@ def test_layer_norms_follow_cuda_and_half_ones_save_memory() -> None:
     assert half.saved_by_unit["1"] < lifted.saved_by_unit["1"] / 1.9
 
 
+def test_an_estimate_inside_emulation_is_the_same() -> None:
+    model, batch = small_vit(), images(4, 32)
+    outside = computed(model, batch, classify, policy=POLICIES["fp16"])
+    with autoprec.emulate():
+        assert computed(model, batch, classify, policy=POLICIES["fp16"]) == outside
+
+
 def test_tied_weights_are_counted_once() -> None:
     model = two_linears()
     model[1].weight = model[0].weight
