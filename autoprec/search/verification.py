@@ -9,7 +9,7 @@ from typing import Literal
 from optuna.study import Study
 
 from autoprec.policy import Policy
-from autoprec.search.arms import FP32
+from autoprec.search.arms import AUTOCAST_BF16, AUTOCAST_FP16, FP32
 from autoprec.search.events import Events
 from autoprec.search.runner import Measure
 from autoprec.search.statistics import Interval, interval
@@ -36,9 +36,9 @@ class Proof:
         alpha: chance that an arm which is worse than the margin is called proved.
     """
 
-    margin: float = 0.02
-    looks: tuple[int, ...] = (3, 6)
-    num_steps: int = 60
+    margin: float = 0.05
+    looks: tuple[int, ...] = (4, 8)
+    num_steps: int = 40
     alpha: float = 0.05
 
     @property
@@ -132,32 +132,50 @@ def verify(
 ) -> Verification:
     """Train the contenders, FP32 among them, until the best that is proved is known or the seeds are used up.
 
-    All contenders are trained to the first look; after it only open ones that would be better than the best that is
+    All contenders of a stage are trained to the first look; after it only open ones that would be better than what is
     proved, by at least `MIN_GAIN` in `gains` (name -> what it saves against FP32). Runs that the store holds are not
     made again.
     """
     known = store.outcomes()
     verdicts: dict[str, Verdict] = {}
     reference = next(c for c in contenders if c.name == FP32)
-    for look, num_seeds in enumerate(proof.looks):
-        wanted = set(better_but_open(gains, verdicts)) if look else {c.name for c in contenders}
-        still_open = [c for c in contenders if c is reference or c.name in wanted]
-        if look and len(still_open) == 1:
+    for stage in _stages(contenders, gains):
+        if verdicts.get(AUTOCAST_BF16, _NOT_RUN).is_safe and {c.name for c in stage} == {FP32, AUTOCAST_FP16}:
             break
-        needed = [(c, index) for index in range(num_seeds) for c in _rotated(still_open, index, reference)]
-        num_done = sum((c.key, index) in known for c, index in needed)
-        events.verification_planned(len(needed), num_done, proof.num_steps)
-        for contender, index in needed:
-            if (contender.key, index) in known or _has_failed(contender, known):
-                continue
-            outcome = measure(contender.policy, proof.settings(trial_settings, index))
-            store.add(contender, index, outcome)
-            known[contender.key, index] = outcome
-            events.verification_finished(contender.name, index, outcome)
-        for contender in still_open:
-            verdicts[contender.name] = judge(contender, reference, known, num_seeds, proof, resolution)
+        for look, num_seeds in enumerate(proof.looks):
+            wanted = set(better_but_open(gains, verdicts)) if look else {c.name for c in stage}
+            still_open = [c for c in stage if c is reference or c.name in wanted]
+            if look and len(still_open) == 1:
+                break
+            needed = [(c, index) for index in range(num_seeds) for c in _rotated(still_open, index, reference)]
+            num_done = sum((c.key, index) in known for c, index in needed)
+            events.verification_planned(len(needed), num_done, proof.num_steps)
+            for contender, index in needed:
+                if (contender.key, index) in known or _has_failed(contender, known):
+                    continue
+                outcome = measure(contender.policy, proof.settings(trial_settings, index))
+                store.add(contender, index, outcome)
+                known[contender.key, index] = outcome
+                events.verification_finished(contender.name, index, outcome)
+            for contender in still_open:
+                verdicts[contender.name] = judge(contender, reference, known, num_seeds, proof, resolution)
     runs = {c.name: {index: o for (key, index), o in sorted(known.items()) if key == c.key} for c in contenders}
     return Verification(proof, verdicts, runs)
+
+
+_NOT_RUN = Verdict("open", None, "not run")
+
+
+def _stages(contenders: Sequence[Contender], gains: Mapping[str, float]) -> list[list[Contender]]:
+    """Return which arms are trained first, and which only where those are not proved; FP32 is in each.
+
+    Autocast FP16 waits where BF16, which needs no grad scaler, saves as much.
+    """
+    low, simpler = gains.get(AUTOCAST_FP16), gains.get(AUTOCAST_BF16)
+    if low is None or simpler is None or 1 + low >= (1 + simpler) * (1 + MIN_GAIN):
+        return [list(contenders)]
+    spare = [c for c in contenders if c.name in (FP32, AUTOCAST_FP16)]
+    return [[c for c in contenders if c.name != AUTOCAST_FP16], spare]
 
 
 def better_but_open(gains: Mapping[str, float], verdicts: Mapping[str, Verdict]) -> list[str]:

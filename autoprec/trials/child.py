@@ -40,9 +40,12 @@ class WorkerProcess:
         flags = fcntl.fcntl(self._stderr, fcntl.F_GETFL)
         fcntl.fcntl(self._stderr, fcntl.F_SETFL, flags | os.O_APPEND)
         self._connection, theirs = context.Pipe()
-        first = json.dumps({"source": asdict(source), "num_threads": num_threads, "path": sys.path})
+        about = {"source": asdict(source), "num_threads": num_threads, "path": sys.path, "search_pid": os.getpid()}
         self._process = context.Process(
-            target=_serve, args=(theirs, _Descriptor(self._stderr.fileno()), first), name="autoprec-trials", daemon=True
+            target=_serve,
+            args=(theirs, _Descriptor(self._stderr.fileno()), json.dumps(about)),
+            name="autoprec-trials",
+            daemon=True,
         )
         with _without_main_module():
             self._process.start()

@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -28,7 +29,7 @@ WATCH_SECONDS = 1.0
 def serve(parent: connection.Connection, stderr: int, first: dict[str, Any]) -> None:
     """Run as the process: `first` says what to build; each later message is one trial, each answer its outcome."""
     _detach_from_terminal()
-    _die_with_parent()
+    _die_with_search(first["search_pid"])
     os.dup2(stderr, 1)  # what the task prints must not end in the search's own output
     os.dup2(stderr, 2)
     os.close(stderr)
@@ -83,14 +84,21 @@ def _detach_from_terminal() -> None:
     process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # data loaders may start workers
 
 
-def _die_with_parent() -> None:
-    """Let the kernel end this process with its parent on Linux; elsewhere a thread watches for it."""
+def _die_with_search(search_pid: int) -> None:
+    """End with the search, also in the middle of a trial: the fork server, this process's parent, outlives it."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_watch, args=(search_pid,), daemon=True).start()
 
 
-def _watch_parent(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(WATCH_SECONDS)
-    os._exit(1)
+def _watch(search_pid: int) -> None:
+    try:
+        if hasattr(os, "pidfd_open"):
+            select.select([os.pidfd_open(search_pid)], [], [])
+        else:
+            while True:
+                os.kill(search_pid, 0)
+                time.sleep(WATCH_SECONDS)
+    except ProcessLookupError:
+        pass
+    os.killpg(0, signal.SIGKILL)

@@ -75,7 +75,7 @@ def test_only_the_bf16_baseline_has_the_other_dtype(searched: SearchResult) -> N
 
 def test_n_trials_counts_finished_runs_in_all_and_the_proof_is_not_counted(searched: SearchResult) -> None:
     assert sum(not record.is_cached for record in searched.records) == 9
-    assert searched.verification.num_seeds == 3
+    assert searched.verification.num_seeds == searched.plan.settings.proof.looks[0]
 
 
 def test_the_same_search_again_runs_nothing_and_says_the_same(tmp_path: Path) -> None:
@@ -204,16 +204,16 @@ def test_noise_above_the_margin_is_inconclusive_and_writes_fp32(tmp_path: Path) 
 
 def test_other_settings_are_another_study_and_an_explicit_name_with_them_is_refused(tmp_path: Path) -> None:
     first = run(tmp_path, n_trials=6, study_name="mine")
-    assert tiny_plan(tmp_path).study_name != tiny_plan(tmp_path, proof=Proof(margin=0.05)).study_name
-    with pytest.raises(UsageError, match=r"proof.margin was 0.02, now 0.05"):
-        run(tmp_path, n_trials=6, study_name="mine", proof=Proof(margin=0.05))
+    assert tiny_plan(tmp_path).study_name != tiny_plan(tmp_path, proof=Proof(margin=0.02)).study_name
+    with pytest.raises(UsageError, match=r"proof.margin was 0.05, now 0.02"):
+        run(tmp_path, n_trials=6, study_name="mine", proof=Proof(margin=0.02))
     assert first.folder == tmp_path
 
 
 def test_a_folder_with_another_studys_policy_is_refused(tmp_path: Path) -> None:
     run(tmp_path, n_trials=6)
     with pytest.raises(UsageError, match="holds the policy of tiny-"):
-        run(tmp_path, n_trials=6, proof=Proof(margin=0.05))
+        run(tmp_path, n_trials=6, proof=Proof(margin=0.02))
 
 
 def test_a_second_search_in_the_same_folder_waits_for_the_first(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_the_policy_file_applies_to_the_model_and_carries_its_evidence(searched:
     assert set(policy.evidence.arms) >= {"fp32", "autocast fp16", "autocast bf16"}
     assert policy.evidence.units["norm"].precision == "fp16"
     assert policy.evidence.verification is not None
-    assert policy.evidence.verification.margin == 0.02
+    assert policy.evidence.verification.margin == 0.05
     assert policy.recommendation is not None
     assert policy.recommendation.provisional
     assert policy.provenance is not None

@@ -185,6 +185,34 @@ def test_the_process_dies_with_its_parent_and_does_not_run_the_parents_script(tm
         assert parent.stdout.read() == ""
 
 
+IN_A_TRIAL = """
+import sys, threading, time
+from autoprec.policy import Policy
+from autoprec.tasks import TaskSource
+from autoprec.trials import TrialSettings, Worker
+worker = Worker(TaskSource("function", {{"name": {name!r}, "arguments": {{"fault": "always:hang"}}}}), num_threads=1)
+worker.start()
+threading.Thread(target=worker.run, args=(Policy(default="fp32"), TrialSettings()), daemon=True).start()
+time.sleep(1)
+print(worker.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_the_process_dies_with_its_parent_in_the_middle_of_a_trial(tmp_path: Path, how: signal.Signals) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(IN_A_TRIAL.format(name=f"{FILE}:build")))
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        pid = int(parent.stdout.readline())
+        assert is_running(pid)
+        parent.send_signal(how)
+        assert parent.wait(30) == -how
+        assert ends_within(pid, seconds=5)
+
+
 def test_a_task_without_a_source_runs_in_this_process() -> None:
     with open_worker(small_task()) as worker:
         assert isinstance(worker, InlineWorker)
