@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
-from autoprec.apply.structure import Structure, has_forward, read_structure
+from autoprec.apply.structure import Structure, has_forward, is_scripted, read_structure
 from autoprec.errors import ApplyError
 from autoprec.policy import PRECISIONS, Policy, Precision, is_glob
 
@@ -161,7 +162,16 @@ def _record_calls(
             calls.append(name)
             first.setdefault(name, Call(module, args, kwargs))
 
-    handles = [_hook_with_kwargs(module, record) for module in dict.fromkeys(structure.modules.values())]
+    hooked = dict.fromkeys(module for name, module in structure.modules.items() if name not in structure.governors)
+    handles = [
+        module.register_forward_pre_hook(record, prepend=True, with_kwargs=True)
+        for module in hooked
+        if not is_scripted(module)
+    ]
+    if any(is_scripted(module) for module in hooked):  # these take no hooks of their own
+        handles.append(
+            register_module_forward_pre_hook(lambda m, args: record(m, args, {}) if is_scripted(m) else None)
+        )
     try:
         run(model)
     finally:
@@ -170,10 +180,6 @@ def _record_calls(
     if "" not in calls:
         raise ApplyError("the run never called the model, so it has no units; `run(model)` has to call `model(...)`")
     return calls, first
-
-
-def _hook_with_kwargs(module: nn.Module, record: Callable[..., None]) -> Any:
-    return module.register_forward_pre_hook(record, prepend=True, with_kwargs=True)
 
 
 def _is_unit(structure: Structure, name: str, called: set[str]) -> bool:
