@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from autoprec.errors import TaskError
 from autoprec.estimates.batches import map_tensors
 
-__all__ = ["fake_mode", "fake_copy", "fake_batch", "untouched_randomness", "cuda_kernels"]
+__all__ = ["fake_mode", "fake_copy", "fake_batch", "untouched_randomness", "cuda_attention", "show_recurrent_gates"]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -79,12 +80,11 @@ def untouched_randomness() -> Iterator[None]:
 
 
 @contextmanager
-def cuda_kernels() -> Iterator[None]:
-    """Plan attention and recurrent layers more like CUDA's kernels, for the length of the context.
+def cuda_attention() -> Iterator[None]:
+    """Let `scaled_dot_product_attention` be planned without dropout, for the length of the context.
 
     CUDA's fused attention draws dropout inside the kernel and keeps no mask; the CPU has a fused kernel only without
-    dropout and would be charged for the whole matrix of probabilities: so it is planned without. oneDNN's LSTM hides
-    what it saves; without oneDNN the gates are seen, as in half precision. Process-wide: not for real training.
+    dropout and would be charged for the whole matrix of probabilities. Process-wide: not for real training.
     """
     original: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
 
@@ -100,9 +100,25 @@ def cuda_kernels() -> Iterator[None]:
         return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     F.scaled_dot_product_attention = without_dropout
-    onednn = torch.backends.mkldnn.set_flags(_enabled=False, _fp32_precision=None)[0]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        torch.backends.mkldnn.set_flags(_enabled=onednn, _fp32_precision=None)  # type: ignore[no-untyped-call]
         F.scaled_dot_product_attention = original
+
+
+def show_recurrent_gates(model: nn.Module) -> None:
+    """Keep oneDNN out of the recurrent layers of a fake copy: what its fused LSTM saves stays hidden from fake tensors.
+
+    The gates are then recorded step by step, as they are in half precision. Everything else keeps oneDNN, whose
+    convolutions hand channels-last on as cuDNN's do.
+    """
+    switch: Callable[..., Any] = torch.backends.mkldnn.set_flags
+    enabled = switch(_fp32_precision=None)[0]
+
+    def turn(on: bool, *_: Any) -> None:
+        switch(_enabled=on, _fp32_precision=None)
+
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.register_forward_pre_hook(functools.partial(turn, False))
+            module.register_forward_hook(functools.partial(turn, enabled), always_call=True)

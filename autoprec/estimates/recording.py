@@ -16,7 +16,14 @@ from autoprec.apply import applied_policy, apply_policy, build_optimizer, remove
 from autoprec.emulation import emulate
 from autoprec.errors import PrecisionWarning, TaskError
 from autoprec.estimates.batches import map_tensors, num_samples_of, resize_batch, tensors_of
-from autoprec.estimates.fakes import cuda_kernels, fake_batch, fake_copy, fake_mode, untouched_randomness
+from autoprec.estimates.fakes import (
+    cuda_attention,
+    fake_batch,
+    fake_copy,
+    fake_mode,
+    show_recurrent_gates,
+    untouched_randomness,
+)
 from autoprec.estimates.operations import Operation
 from autoprec.estimates.settings import Loss, StepSettings
 from autoprec.estimates.tracker import PhaseMark, StorageRecord, StorageTracker
@@ -74,7 +81,8 @@ def record_step(
             copied, made = fake_copy(_bare(model), mode), fake_batch(_made(batch), mode)
             stack.enter_context(mode)
             if settings.as_on_cuda:
-                stack.enter_context(cuda_kernels())
+                stack.enter_context(cuda_attention())
+                show_recurrent_gates(copied)
         else:
             copied = _real_copy(_bare(model))
             made = map_tensors(_made(batch), torch.clone)

@@ -156,6 +156,19 @@ def test_a_large_step_is_faster_under_autocast_and_throughput_counts_samples() -
     assert 3 < base.step_seconds.value / amp.step_seconds.value < 8
 
 
+def test_channels_last_saves_the_turning_of_images_under_autocast() -> None:
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3))
+    images = torch.zeros(32, 64, 56, 56)
+
+    def turned(model: nn.Module, images: torch.Tensor) -> float:
+        settings = StepSettings(policy=Policy(default="autocast"))
+        recording = record_step(model, images, lambda model, batch: model(batch).sum(), settings=settings)
+        return sum(operation.layout_bytes for operation in recording.operations)
+
+    assert turned(model, images) > 0
+    assert turned(model.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last)) == 0
+
+
 def test_bf16_on_a_gpu_without_it_is_noted() -> None:
     policy = Policy(default="autocast", dtype="bf16")
     estimate = estimate_step(TwoLayers(), regression_batch(), regression, policy=policy, gpu="t4")
