@@ -44,29 +44,17 @@ def _materialise(model: nn.Module, task: Task, device: torch.device) -> None:
         return
 
 
-FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW)
-"""Optimizers whose fused kernel on a CPU does the same update in a quarter of the time (AdamW on resnet50)."""
-
-
-def build_task_optimizer(
-    task: Task, policy: Policy, parameters: Any, *, fused_on_cpu: bool = False
-) -> torch.optim.Optimizer:
+def build_task_optimizer(task: Task, policy: Policy, parameters: Any) -> torch.optim.Optimizer:
     """Build the task's optimizer with the policy's eps and amsgrad.
 
     A class gets the task's settings; a function gets the parameters alone, and its groups the policy's values.
-
-    Args:
-        fused_on_cpu: take the fused kernel where the class has one on a CPU and the task does not choose.
 
     Raises:
         TaskError: the function returned something else than an optimizer, or it needs a closure (LBFGS).
     """
     if isinstance(task.optimizer, type):
         kind = cast("type[torch.optim.Optimizer]", task.optimizer)
-        settings = dict(task.optimizer_settings)
-        if fused_on_cpu and kind in FUSED_ON_CPU and not {"fused", "foreach", "differentiable"} & set(settings):
-            settings["fused"] = True
-        return _without_closure(task, build_optimizer(policy, kind, parameters, **settings))
+        return _without_closure(task, build_optimizer(policy, kind, parameters, **task.optimizer_settings))
     optimizer = task.optimizer(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(

@@ -117,8 +117,7 @@ class _Trial:
 
     def _train(self, model: nn.Module) -> None:
         apply_policy(model, self.policy)
-        on_cpu = self.device.type == "cpu"
-        optimizer = build_task_optimizer(self.task, self.policy, model.parameters(), fused_on_cpu=on_cpu)
+        optimizer = build_task_optimizer(self.task, self.policy, model.parameters())
         scheduler = build_scheduler(self.task, optimizer, num_steps=self.num_steps, anneal=self.settings.anneal)
         step = TrainingStep(
             optimizer,
