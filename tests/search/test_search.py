@@ -131,13 +131,16 @@ def test_a_trial_that_a_kill_left_running_is_failed_on_resume(tmp_path: Path) ->
 
 def test_an_equal_policy_is_never_run_twice_and_an_exhausted_space_ends_the_search(tmp_path: Path) -> None:
     space = tmp_path / "small.toml"
-    space.write_text('name = "small"\nfollowers = ["BatchNorm2d", "ReLU"]\n')
+    space.write_text(
+        'name = "small"\nfollowers = ["BatchNorm2d", "ReLU"]\n'
+        '[[rules]]\nnames = ["head"]\nchoices = ["autocast"]\nreason = "as it is"\n'
+    )
     measure = FakeMeasure(noise=0.001)
     result = run(tmp_path / "run", measure, n_trials=100, space=space, sampler="random")
     assert max(measure.calls.values()) == 1
     ran = [record for record in result.records if not record.is_cached]
-    # 3 decisions: conv and head have 2 precisions in effect, norm 3; and stock BF16
-    assert len(ran) == 2 * 2 * 3 + 1
+    # the convolution has 2 precisions in effect, the norm 3, the head 1; and stock FP32 and BF16
+    assert len(ran) == 2 * 3 + 2
     again = FakeMeasure(noise=0.001)
     run(tmp_path / "run", again, n_trials=100, space=space, sampler="random")
     assert again.order == []
