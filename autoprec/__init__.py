@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from autoprec.emulation import emulate
     from autoprec.errors import AutoprecError
     from autoprec.policy import Policy, load_policy
+    from autoprec.search import search_policy
     from autoprec.tasks import Task
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
     "build_grad_scaler",
     "emulate",
     "Task",
+    "search_policy",
     "AutoprecError",
 ]
 
@@ -46,6 +48,7 @@ _ROOMS = {
     "build_grad_scaler": "apply",
     "emulate": "emulation",
     "Task": "tasks",
+    "search_policy": "search",
     "AutoprecError": "errors",
 }
 
