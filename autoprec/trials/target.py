@@ -73,8 +73,7 @@ def _target_batch(task: Task) -> Batch:
 def _policy_key(model: nn.Module, policy: Policy, gpu: str) -> str:
     """A hash of the effective policy: rules that lead to the same precisions are the same."""
     structure = read_structure(model)
-    parents = {name: name.rpartition(".")[0] if name else None for name in structure.modules}
-    precisions, _ = resolve_precisions(policy, parents)
+    precisions, _ = resolve_precisions(policy, structure.parents)
     optimizer = policy.optimizer.model_dump() if policy.optimizer is not None else None
     text = json.dumps([gpu, policy.dtype, precisions, optimizer], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
