@@ -108,7 +108,7 @@ def _candidate(record: TrialRecord) -> Candidate:
 
 def forecast(plan: SearchPlan, *, num_trials: int | None = None, trial_seconds: float | None = None) -> str:
     """Say how long the trials and the proof will take, from the FP32 step timed before or a trial that was run."""
-    one = plan.trial_seconds if trial_seconds is None else trial_seconds
+    one = plan.trial_seconds if trial_seconds is None else trial_seconds / plan.num_workers
     trials = one * (plan.settings.n_trials if num_trials is None else num_trials)
     low, high = (show_duration(seconds) for seconds in plan.proof_seconds(one))
     return f"about {show_duration(trials)} for the trials, then {low} to {high} for the proof"

@@ -54,6 +54,10 @@ def _search(
     ] = None,
     prefer: Annotated[str, _option("balanced, fastest or smallest.", "study", "--prefer")] = "balanced",
     trial_timeout: Annotated[float, _option("Seconds after which a trial is ended.", "study", "--trial-timeout")] = 900,
+    workers: Annotated[
+        int | None,
+        _option("Trials at once where no time is measured; as many as cores, up to 4.", "study", "--workers"),
+    ] = None,
     storage: Annotated[str | None, _option("Optuna database URL; a file in the folder.", "study", "--storage")] = None,
     study_name: Annotated[str | None, _option("Name of the study.", "study", "--study-name")] = None,
     output: Annotated[Path | None, _option("Folder for the files.", "output", "-o", "--output")] = None,
@@ -65,6 +69,7 @@ def _search(
         "sampler": sampler,
         "prefer": prefer,
         "space": space,
+        "num_workers": workers,
         "storage": storage,
         "study_name": study_name,
         "output": output,
@@ -113,7 +118,10 @@ def _run(plan: SearchPlan, *, trial_timeout: float, to_stderr: bool) -> SearchRe
 
     console = open_console(to_stderr=to_stderr)
     _announce(plan, console)
-    with Progress(console, plan) as progress, open_measure(plan.task, timeout_seconds=trial_timeout) as measure:
+    with (
+        Progress(console, plan) as progress,
+        open_measure(plan.task, timeout_seconds=trial_timeout, num_workers=plan.num_workers) as measure,
+    ):
         return run_search(plan, measure, events=progress)
 
 
@@ -135,7 +143,8 @@ def _announce(plan: SearchPlan, console: Console) -> None:
         f"{len(pinned)} pinned",
         *(f"pinned    {d.name} to {d.choices[0]}: {'; '.join(d.reasons.values())}" for d in pinned[:10]),
         f"trials    {settings.n_trials} in all: {num_baselines} baselines, up to {len(plan.arms) - num_baselines} warm "
-        f"starts, then {settings.sampler}; {plan.trial.warmup_steps + plan.trial.measured_steps} steps each",
+        f"starts, then {settings.sampler}; {plan.trial.warmup_steps + plan.trial.measured_steps} steps each"
+        + (f", {plan.num_workers} at once" if plan.num_workers > 1 else ""),
         f"proof     margin {proof.margin:g} of {plan.task.metric_name}, {proof.looks[0]} to {proof.max_seeds} seeds of "
         f"{proof.num_steps} steps for each arm",
         f"time      {forecast(plan)}",

@@ -1,25 +1,38 @@
-"""The measurement of a search: trials in a worker process that is kept warm."""
+"""The measurement of a search: trials in worker processes that are kept warm."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from autoprec.policy import Policy
-from autoprec.search.runner import Measure
+from autoprec.search.lookahead import Measure
 from autoprec.tasks.protocol import Task
 from autoprec.trials.outcome import Outcome, TrialSettings
-from autoprec.trials.worker import open_worker
+from autoprec.trials.pool import WorkerPool
 
 __all__ = ["open_measure"]
 
 
+@dataclass(frozen=True, slots=True)
+class _PoolMeasure:
+    pool: WorkerPool
+    timeout_seconds: float | None
+
+    @property
+    def num_parallel(self) -> int:
+        return self.pool.num_workers
+
+    def stop(self) -> None:
+        self.pool.stop()
+
+    def __call__(self, policy: Policy, settings: TrialSettings) -> Outcome:
+        return self.pool.run(policy, settings, timeout_seconds=self.timeout_seconds)
+
+
 @contextlib.contextmanager
-def open_measure(task: Task, *, timeout_seconds: float | None) -> Iterator[Measure]:
-    """Yield a measurement of `task`; its process starts with the first trial and ends with the context."""
-    with open_worker(task) as worker:
-
-        def measure(policy: Policy, settings: TrialSettings) -> Outcome:
-            return worker.run(policy, settings, timeout_seconds=timeout_seconds)
-
-        yield measure
+def open_measure(task: Task, *, timeout_seconds: float | None, num_workers: int = 1) -> Iterator[Measure]:
+    """Yield a measurement of `task`; its processes start with the first trials and end with the context."""
+    with WorkerPool(task, num_workers=num_workers) as pool:
+        yield _PoolMeasure(pool, timeout_seconds)

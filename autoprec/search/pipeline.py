@@ -15,10 +15,11 @@ from autoprec.policy import Policy, load_policy, write_atomically
 from autoprec.search.arms import FP32
 from autoprec.search.events import Events
 from autoprec.search.export import exported_policy, front_document, to_json
+from autoprec.search.lookahead import Measure
 from autoprec.search.measuring import open_measure
 from autoprec.search.plan import MAX_FINALISTS, SearchPlan, SearchSettings, prepare_search, resolve_device
 from autoprec.search.recommendation import Candidate, Choice, choose, gain, rank
-from autoprec.search.runner import Measure, run_trials
+from autoprec.search.runner import run_trials
 from autoprec.search.samplers import build_sampler, quiet_optuna
 from autoprec.search.storage import alone, open_storage, sqlite_url
 from autoprec.search.study import SearchStudy, TrialRecord, open_study
@@ -73,7 +74,7 @@ def search_policy(
     """
     trial = TrialSettings(seed=seed, device=resolve_device(device), gpu=gpu_by_name(gpu).name)
     plan = prepare_search(task, trial=trial, settings=SearchSettings(**settings))
-    with open_measure(task, timeout_seconds=trial_timeout) as measure:
+    with open_measure(task, timeout_seconds=trial_timeout, num_workers=plan.num_workers) as measure:
         return run_search(plan, measure, events=events)
 
 

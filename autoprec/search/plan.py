@@ -30,6 +30,8 @@ from autoprec.search.study import Limits
 from autoprec.search.verification import Proof
 from autoprec.tasks.batches import open_batches
 from autoprec.trials.outcome import TrialSettings
+from autoprec.trials.pool import default_num_workers
+from autoprec.trials.worker import can_travel
 from autoprec.units import Units, find_units
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class SearchSettings:
         sampler: "tpe", "nsga2", "gp" or "random".
         prefer: what the recommendation weighs: "balanced", "fastest" or "smallest".
         space: name of a built-in search space or a TOML file; None chooses by the model's structure.
+        num_workers: trials at once on a CPU, where no time is measured; None takes `default_num_workers`.
         storage: an Optuna database URL; None takes `study.db` in the output folder.
         study_name: None takes `<model>-<hash of the settings>`.
         output: the folder for the files; None takes `runs/<study name>`.
@@ -65,6 +68,7 @@ class SearchSettings:
     sampler: str = "tpe"
     prefer: Prefer = "balanced"
     space: str | Path | None = None
+    num_workers: int | None = None
     storage: str | None = None
     study_name: str | None = None
     output: Path | None = None
@@ -74,6 +78,8 @@ class SearchSettings:
     def __post_init__(self) -> None:
         if self.n_trials < 1:
             raise UsageError(f"n_trials is {self.n_trials}; at least 1")
+        if self.num_workers is not None and self.num_workers < 1:
+            raise UsageError(f"num_workers is {self.num_workers}; at least 1")
         for name, value, allowed in (
             ("sampler", self.sampler, SAMPLERS),
             ("prefer", self.prefer, PREFERENCES),
@@ -104,6 +110,7 @@ class SearchPlan:
     target: str
     target_is_here: bool
     step_seconds: float
+    num_workers: int
 
     @property
     def decisions(self) -> Sequence[Decision]:
@@ -171,6 +178,7 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         target=torch.cuda.get_device_name(trial.device) if here else gpu_by_name(trial.gpu).product,
         target_is_here=here,
         step_seconds=_time_step(task, model, batch),
+        num_workers=_num_workers(task, trial, settings),
     )
 
 
@@ -191,6 +199,22 @@ def resolve_device(name: str | None) -> str:
             f"device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices here; --device cpu works"
         )
     return name
+
+
+def _num_workers(task: Task, trial: TrialSettings, settings: SearchSettings) -> int:
+    """Return how many trials run at once.
+
+    Raises:
+        UsageError: more than one is asked for where that cannot be.
+    """
+    possible = default_num_workers(task, trial.device)
+    if settings.num_workers is None or settings.num_workers == 1:
+        return settings.num_workers or possible
+    if torch.device(trial.device).type != "cpu":
+        raise UsageError("num_workers: one trial at a time on a GPU, where time is measured")
+    if not can_travel(task):
+        raise UsageError("num_workers: this task cannot travel to other processes; its trials run in this one")
+    return settings.num_workers
 
 
 def _time_step(task: Task, model: nn.Module, batch: Any) -> float:

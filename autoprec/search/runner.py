@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 
 import numpy as np
 from optuna.trial import Trial
@@ -11,14 +13,12 @@ from autoprec.errors import StudyError, TaskError
 from autoprec.policy import Policy
 from autoprec.search.arms import FP32, Arm
 from autoprec.search.events import Events
+from autoprec.search.lookahead import Measure, measure_ahead, num_parallel
 from autoprec.search.parameters import ParameterValue
 from autoprec.search.study import SearchStudy, TrialRecord
 from autoprec.trials.outcome import Outcome, TrialSettings
 
-__all__ = ["Measure", "run_trials"]
-
-Measure = Callable[[Policy, TrialSettings], Outcome]
-"""Run one trial. Never raises for a policy that diverges or is impossible."""
+__all__ = ["run_trials"]
 
 MAX_REPEATS = 8
 """Equal policies in a row, answered from the study without a run, after which a new policy is looked for at random."""
@@ -37,14 +37,15 @@ def run_trials(
 ) -> None:
     """Run trials until the study holds `n_trials` finished ones; baselines always run.
 
+    As many run at once as the measurement allows. The sampler is asked for that many together, and again when all of
+    them are told: what it proposes does not depend on which finished first.
+
     Raises:
         TaskError, StudyError: FP32 itself does not train, so that nothing can be compared.
     """
     run = _Runner(study, measure, n_trials=n_trials, settings=settings, events=events)
-    done = {record.arm for record in study.records}
-    for arm in arms:
-        if arm.name not in done and (arm.is_baseline or study.num_finished < n_trials):
-            run.arm(arm)
+    run.arms(arms)
+    run.interrupted()
     repeats = 0
     while study.num_finished < n_trials and not study.is_exhausted:
         values = _unseen_values(study, seed=settings.seed) if repeats >= MAX_REPEATS else None
@@ -52,11 +53,22 @@ def run_trials(
             study.mark_exhausted()
             events.note(f"the search space is exhausted: {MAX_DRAWS} random policies were all run before")
         else:
-            repeats = repeats + 1 if run.sample(values).is_cached else 0
+            count = min(num_parallel(measure), n_trials - study.num_finished)
+            repeats = 0 if run.sample([values] if values else [None] * count) else repeats + count
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A trial that the study was asked for."""
+
+    trial: Trial
+    policy: Policy
+    key: str
+    label: str
 
 
 class _Runner:
-    """Runs one trial at a time: ask, look for an equal one, measure, tell."""
+    """Asks, looks for an equal policy, measures, tells."""
 
     def __init__(
         self, study: SearchStudy, measure: Measure, *, n_trials: int, settings: TrialSettings, events: Events
@@ -66,33 +78,80 @@ class _Runner:
         self._n_trials = n_trials
         self._settings = settings
         self._events = events
+        self._running: dict[str, _Asked] = {}
 
-    def arm(self, arm: Arm) -> TrialRecord:
-        """Run a baseline or warm start; FP32's failure stops the search."""
-        check = _require_reference if arm.name == FP32 else None
-        return self._run(self._study.ask(arm.values, arm=arm.name), arm.policy, arm.name, check)
+    def arms(self, arms: Sequence[Arm]) -> None:
+        """Run the baselines, and the warm starts that the number of trials has room for; FP32's failure stops all."""
+        done = {record.arm for record in self._study.records}
+        self._run(self._asked_arms([arm for arm in arms if arm.name not in done]))
 
-    def sample(self, values: Mapping[str, ParameterValue] | None) -> TrialRecord:
-        """Run the given values, or what the sampler asks for."""
-        trial = self._study.ask(values)
-        return self._run(trial, self._study.parameters.policy(trial.params), "sampled", None)
+    def _asked_arms(self, arms: Sequence[Arm]) -> Iterator[_Asked]:
+        for arm in arms:
+            if arm.is_baseline or self._study.num_finished + len(self._running) < self._n_trials:
+                yield self._asked(self._study.ask(arm.values, arm=arm.name), arm.policy, arm.name)
 
-    def _run(self, trial: Trial, policy: Policy, label: str, check: Callable[[Outcome], None] | None) -> TrialRecord:
+    def interrupted(self) -> None:
+        """Run again the sampled trials that were running when a search was stopped."""
+        values = self._study.interrupted_values()
+        if values:
+            self.sample(values[: max(0, self._n_trials - self._study.num_finished)])
+
+    def sample(self, wanted: Sequence[Mapping[str, ParameterValue] | None]) -> int:
+        """Run a trial for each of the given values; None asks the sampler. Return how many policies were new."""
+        before = self._study.num_finished
+        asked: list[_Asked] = []
         try:
-            equal = _equal_record(self._study, policy)
-            if equal is not None:
-                return self._study.tell(trial, policy, equal.outcome, cached_from=equal.number)
-            self._events.trial_started(trial.number, label, policy)
-            outcome = self._measure(policy, self._settings)
-            if check is not None:
-                check(outcome)
-            record = self._study.tell(trial, policy, outcome)
+            for values in wanted:
+                trial = self._study.ask(values)
+                asked.append(self._asked(trial, self._study.parameters.policy(trial.params), "sampled"))
         except BaseException:
-            self._study.fail(trial)
+            self._fail(asked)
             raise
-        num_finished = self._study.num_finished
-        self._events.trial_finished(record, num_finished=num_finished, n_trials=self._n_trials)
-        return record
+        self._run(asked)
+        return self._study.num_finished - before
+
+    def _asked(self, trial: Trial, policy: Policy, label: str) -> _Asked:
+        return _Asked(trial, policy, self._study.parameters.key(policy), label)
+
+    def _run(self, asked: Iterable[_Asked]) -> None:
+        """Run what was asked for; of equal policies the first."""
+        repeated: list[_Asked] = []
+        source = iter(asked)
+
+        def jobs() -> Iterator[tuple[_Asked, Policy, TrialSettings]]:
+            for each in source:
+                if each.key in self._running or self._equal(each) is not None:
+                    repeated.append(each)
+                    continue
+                self._running[each.key] = each
+                self._events.trial_started(each.trial.number, each.label, each.policy)
+                yield each, each.policy, self._settings
+
+        try:
+            with closing(measure_ahead(self._measure, jobs())) as results:
+                for each, outcome in results:
+                    if each.label == FP32:
+                        _require_reference(outcome)
+                    record = self._study.tell(each.trial, each.policy, outcome)
+                    del self._running[each.key]
+                    num_finished = self._study.num_finished
+                    self._events.trial_finished(record, num_finished=num_finished, n_trials=self._n_trials)
+            for each in repeated:
+                equal = self._equal(each)
+                assert equal is not None
+                self._study.tell(each.trial, each.policy, equal.outcome, cached_from=equal.number)
+        except BaseException:
+            self._fail([*self._running.values(), *repeated, *(source if isinstance(asked, list) else ())])
+            self._running.clear()
+            raise
+
+    def _equal(self, asked: _Asked) -> TrialRecord | None:
+        records = self._study.records
+        return next((record for record in records if record.key == asked.key and not record.is_cached), None)
+
+    def _fail(self, asked: Iterable[_Asked]) -> None:
+        for each in asked:
+            self._study.fail(each.trial)
 
 
 def _unseen_values(study: SearchStudy, *, seed: int) -> dict[str, ParameterValue] | None:
@@ -105,11 +164,6 @@ def _unseen_values(study: SearchStudy, *, seed: int) -> dict[str, ParameterValue
         if parameters.key(parameters.policy(values)) not in known:
             return values
     return None
-
-
-def _equal_record(study: SearchStudy, policy: Policy) -> TrialRecord | None:
-    key = study.parameters.key(policy)
-    return next((record for record in study.records if record.key == key and not record.is_cached), None)
 
 
 def _require_reference(outcome: Outcome) -> None:

@@ -46,7 +46,7 @@ def _quietly(build: Callable[[int], BaseSampler], seed: int) -> BaseSampler:
 
 
 class ReseededSampler(BaseSampler):
-    """Build the inner sampler anew for each trial, seeded from (seed, trial number).
+    """Build the inner sampler anew for each trial, seeded from (seed, number of the trial without failed ones).
 
     All else that a sampler knows is in the study's history, so that an interrupted study goes on as an unbroken one.
     Parameters in `fixed` always get their value there.
@@ -61,7 +61,9 @@ class ReseededSampler(BaseSampler):
         self._inner = build(seed)
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        trial_seed = int(np.random.SeedSequence([self._seed, trial.number]).generate_state(1)[0])
+        failed = study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+        index = trial.number - sum(other.number < trial.number for other in failed)
+        trial_seed = int(np.random.SeedSequence([self._seed, index]).generate_state(1)[0])
         self._inner = self._build(trial_seed)
         self._inner.before_trial(study, trial)
 

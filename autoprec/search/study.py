@@ -122,6 +122,18 @@ class SearchStudy:
             self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
         return len(stale)
 
+    def interrupted_values(self) -> list[dict[str, ParameterValue]]:
+        """Return the values of sampled trials that were running when a search was stopped and not run again since."""
+        finished = {record.key for record in self.records}
+        failed = self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+        lost: dict[str, dict[str, ParameterValue]] = {}
+        for trial in failed:
+            if not trial.user_attrs.get("arm") and set(trial.params) == set(self.parameters.distributions):
+                key = self.parameters.key(self.parameters.policy(trial.params))
+                if key not in finished:
+                    lost.setdefault(key, dict(trial.params))
+        return list(lost.values())
+
     def front(self) -> list[TrialRecord]:
         """Return the feasible trials that no other feasible trial beats on all three objectives."""
         best = {trial.number for trial in self.study.best_trials}

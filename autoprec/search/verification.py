@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,7 +12,7 @@ from optuna.study import Study
 from autoprec.policy import Policy
 from autoprec.search.arms import AUTOCAST_BF16, AUTOCAST_FP16, FP32
 from autoprec.search.events import Events
-from autoprec.search.runner import Measure
+from autoprec.search.lookahead import Measure, measure_ahead
 from autoprec.search.statistics import Interval, interval
 from autoprec.trials.outcome import Outcome, TrialSettings
 
@@ -150,13 +151,17 @@ def verify(
             needed = [(c, index) for index in range(num_seeds) for c in _rotated(still_open, index, reference)]
             num_done = sum((c.key, index) in known for c, index in needed)
             events.verification_planned(len(needed), num_done, proof.num_steps)
-            for contender, index in needed:
-                if (contender.key, index) in known or _has_failed(contender, known):
-                    continue
-                outcome = measure(contender.policy, proof.settings(trial_settings, index))
-                store.add(contender, index, outcome)
-                known[contender.key, index] = outcome
-                events.verification_finished(contender.name, index, outcome)
+            missing = (pair for pair in needed if (pair[0].key, pair[1]) not in known)
+            jobs = (
+                ((contender, index), contender.policy, proof.settings(trial_settings, index))
+                for contender, index in missing
+                if not _has_failed(contender, known)
+            )
+            with closing(measure_ahead(measure, jobs)) as results:
+                for (contender, index), outcome in results:
+                    store.add(contender, index, outcome)
+                    known[contender.key, index] = outcome
+                    events.verification_finished(contender.name, index, outcome)
             for contender in still_open:
                 verdicts[contender.name] = judge(contender, reference, known, num_seeds, proof, resolution)
     runs = {c.name: {index: o for (key, index), o in sorted(known.items()) if key == c.key} for c in contenders}

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from autoprec.trials.outcome import EndKind, NonFinite, Outcome, TrialSettings
 
 if TYPE_CHECKING:
+    from autoprec.trials.pool import WorkerPool
     from autoprec.trials.runner import run_trial
-    from autoprec.trials.worker import InlineWorker, Worker, open_worker
+    from autoprec.trials.worker import InlineWorker, Worker
 
 __all__ = [
     "EndKind",
@@ -17,11 +18,11 @@ __all__ = [
     "Outcome",
     "TrialSettings",
     "Worker",
-    "open_worker",
+    "WorkerPool",
     "run_trial",
 ]
 
-_PLACES = {"run_trial": "runner", "Worker": "worker", "InlineWorker": "worker", "open_worker": "worker"}
+_PLACES = {"run_trial": "runner", "Worker": "worker", "InlineWorker": "worker", "WorkerPool": "pool"}
 
 
 def __getattr__(name: str) -> Any:

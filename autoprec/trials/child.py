@@ -97,6 +97,11 @@ class WorkerProcess:
                 return f"signal {signal.Signals(-code).name}"
         return f"exit code {code}"
 
+    def kill(self) -> None:
+        """Kill the process and its children; whoever waits for its answer gets an EOFError."""
+        if self.pid is not None:
+            _signal_group(self.pid)
+
     def end(self, *, with_stack: bool) -> str:
         if self._process.is_alive() and self.pid is not None:
             if with_stack:

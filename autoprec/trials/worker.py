@@ -22,7 +22,7 @@ from autoprec.trials.outcome import Outcome, TrialSettings
 if TYPE_CHECKING:
     from autoprec.trials.child import WorkerProcess
 
-__all__ = ["TrialRunner", "Worker", "InlineWorker", "open_worker"]
+__all__ = ["TrialRunner", "Worker", "InlineWorker", "can_travel"]
 
 START_SECONDS = 300.0
 """How long a new process may take to build its task."""
@@ -35,6 +35,8 @@ class TrialRunner(Protocol):
 
     def run(self, policy: Policy, settings: TrialSettings, *, timeout_seconds: float | None = None) -> Outcome: ...
 
+    def stop(self) -> None: ...
+
     def close(self) -> None: ...
 
     def __enter__(self) -> Self: ...
@@ -42,11 +44,9 @@ class TrialRunner(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
 
-def open_worker(task: Task) -> TrialRunner:
-    """Return a worker process for a task that can travel to one, else a runner in this process."""
-    if task.source is not None and "forkserver" in multiprocessing.get_all_start_methods():
-        return Worker(task.source)
-    return InlineWorker(task)
+def can_travel(task: Task) -> bool:
+    """Whether another process can build the task, so that its trials need not run in this one."""
+    return task.source is not None and "forkserver" in multiprocessing.get_all_start_methods()
 
 
 class InlineWorker:
@@ -60,6 +60,9 @@ class InlineWorker:
         from autoprec.trials.runner import run_trial
 
         return run_trial(self._task, policy, settings)
+
+    def stop(self) -> None:
+        """A trial in this process ends with the exception that interrupts it."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -85,6 +88,7 @@ class Worker:
         self._source = source
         self._num_threads = num_threads
         self._process: WorkerProcess | None = None
+        self._is_stopped = False
         _OPEN.add(self)
 
     @property
@@ -121,6 +125,13 @@ class Worker:
         """Start the process and build the task in it now, rather than at the first trial."""
         self._ready()
 
+    def stop(self) -> None:
+        """Kill what runs now, also from another thread; no trial is run after it."""
+        self._is_stopped = True
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def close(self) -> None:
         """End the process and all that it started."""
         self._stop()
@@ -138,6 +149,8 @@ class Worker:
             return self._process
         self._stop()
         self._process = process = WorkerProcess(self._source, self._threads())
+        if self._is_stopped:  # in another thread, while the process was started
+            process.kill()
         try:
             reply = process.receive(timeout_seconds=START_SECONDS)
         except TimeoutError:

@@ -35,7 +35,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeMeasure:
 
     measure = FakeMeasure(noise=0.001)
 
-    def opened(task: Any, *, timeout_seconds: float | None) -> contextlib.AbstractContextManager[FakeMeasure]:
+    def opened(task: Any, **how: object) -> contextlib.AbstractContextManager[FakeMeasure]:
         return contextlib.nullcontext(measure)
 
     monkeypatch.setattr(source.TaskSource, "build", lambda self: tiny_task())

@@ -6,6 +6,7 @@ import getpass
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import optuna
@@ -20,6 +21,7 @@ from autoprec.search.events import Events
 from autoprec.search.pipeline import SearchResult, run_search
 from autoprec.search.plan import SearchPlan
 from autoprec.search.verification import Proof
+from autoprec.trials.outcome import Outcome, TrialSettings
 
 
 def run(folder: Path, measure: FakeMeasure | None = None, **settings: object) -> SearchResult:
@@ -94,15 +96,62 @@ def test_more_trials_go_on_where_the_study_stopped(tmp_path: Path) -> None:
     assert sum(seed == 0 for _, seed in measure.order) == 2
 
 
-def test_an_interrupted_search_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", n_trials=9)
+class TwoAtOnce(FakeMeasure):
+    """Runs two trials at once; the first of a pair takes longer, so that the second finishes before it."""
+
+    num_parallel = 2
+
+    def __init__(self, *, stop_at: int | None = None) -> None:
+        super().__init__(noise=0.001)
+        self._stop_in = stop_at
+        self._turn = 0
+        self.is_stopped = False
+
+    def __call__(self, policy: Policy, settings: TrialSettings) -> Outcome:
+        self._turn += 1
+        turn = self._turn
+        if turn == self._stop_in:
+            raise KeyboardInterrupt
+        time.sleep(0.02 if turn % 2 else 0.0)
+        return super().__call__(policy, settings)
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+def ran(result: SearchResult) -> list[tuple[str, str]]:
+    return [(record.arm, record.key) for record in result.records if not record.is_cached]
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 7, 8])
+@pytest.mark.parametrize("measure", [FakeMeasure, TwoAtOnce], ids=["one at a time", "two at once"])
+def test_an_interrupted_search_ends_where_an_unbroken_one_does(
+    measure: type[FakeMeasure], stop_at: int, tmp_path: Path
+) -> None:
+    whole = run(tmp_path / "whole", measure(), n_trials=9)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "parts", FakeMeasure(noise=0.001, stop_at=8), n_trials=9)
-    assert (tmp_path / "parts" / "policy.json").exists()
-    parts = run(tmp_path / "parts", n_trials=9)
-    policies = [[r.policy for r in result.records if not r.is_cached][:7] for result in (whole, parts)]
-    assert policies[0] == policies[1]
+        run(tmp_path / "parts", measure(stop_at=stop_at), n_trials=9)
+    assert (tmp_path / "parts" / "policy.json").exists() == (stop_at > 1)
+    parts = run(tmp_path / "parts", measure(), n_trials=9)
+    assert ran(parts) == ran(whole)
     assert parts.choice.name == whole.choice.name
+
+
+def test_trials_that_run_at_once_are_told_in_order_whichever_finishes_first(tmp_path: Path) -> None:
+    first, second = (run(tmp_path / name, TwoAtOnce(), n_trials=9) for name in ("a", "b"))
+    assert [record.number for record in first.records] == sorted(record.number for record in first.records)
+    assert ran(first) == ran(second)
+    assert len(ran(first)) == 9
+    assert ran(first)[:6] == ran(run(tmp_path / "c", n_trials=9))[:6]
+
+
+def test_the_trials_that_run_beside_an_interrupted_one_are_stopped_and_failed(tmp_path: Path) -> None:
+    measure = TwoAtOnce(stop_at=3)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, measure, n_trials=9)
+    assert measure.is_stopped
+    states = [trial.state for trial in load(tiny_plan(tmp_path, n_trials=9)).trials]
+    assert states == [TrialState.COMPLETE, TrialState.COMPLETE, TrialState.FAIL, TrialState.FAIL]
 
 
 def test_an_interrupted_trial_is_failed_and_run_again(tmp_path: Path) -> None:

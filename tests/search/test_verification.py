@@ -11,7 +11,7 @@ from toys import FakeMeasure
 from autoprec.policy import Policy
 from autoprec.search.arms import BASELINES
 from autoprec.search.events import Events
-from autoprec.search.runner import Measure
+from autoprec.search.lookahead import Measure
 from autoprec.search.study import OBJECTIVES
 from autoprec.search.verification import FIRST_SEED, Contender, Proof, RunStore, Verification, verify
 from autoprec.trials.outcome import TrialSettings

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_tasks import build, small_task
+from small_tasks import build
 
 from autoprec.errors import TaskError
 from autoprec.policy import Policy
 from autoprec.tasks import TaskSource
-from autoprec.trials import InlineWorker, Outcome, TrialSettings, Worker, open_worker
+from autoprec.trials import InlineWorker, Outcome, TrialSettings, Worker
 
 FP32 = Policy(default="fp32")
 BF16 = Policy(default="autocast", dtype="bf16")
@@ -218,15 +218,3 @@ def test_the_process_dies_with_its_parent_in_the_middle_of_a_trial(tmp_path: Pat
         parent.send_signal(how)
         assert parent.wait(30) == -how
         assert ends_within(pid, seconds=5)
-
-
-def test_a_task_without_a_source_runs_in_this_process() -> None:
-    with open_worker(small_task()) as worker:
-        assert isinstance(worker, InlineWorker)
-        assert worker.run(FP32, SHORT, timeout_seconds=100).is_ok
-
-
-def test_a_task_with_a_source_gets_a_process() -> None:
-    with open_worker(source().build()) as worker:
-        assert isinstance(worker, Worker)
-        assert worker.pid is None

@@ -1,0 +1,73 @@
+"""Several warm worker processes for one task, for trials that measure no time on this device."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable
+from typing import Self
+
+import torch
+
+from autoprec.policy import Policy
+from autoprec.tasks.protocol import Task
+from autoprec.trials.outcome import Outcome, TrialSettings
+from autoprec.trials.worker import InlineWorker, TrialRunner, Worker, can_travel
+
+__all__ = ["MAX_WORKERS", "WorkerPool", "default_num_workers"]
+
+MAX_WORKERS = 4
+"""More would ask for the memory of as many trainings at once."""
+
+
+def default_num_workers(task: Task, device: str) -> int:
+    """Return how many trials may run at once: one on a GPU, where time is measured, and in this process; else a core
+    each, `MAX_WORKERS` at most. Two trials of one thread finish sooner than one after the other with two threads."""
+    if torch.device(device).type != "cpu" or not can_travel(task):
+        return 1
+    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)), torch.get_num_threads()))
+
+
+class WorkerPool:
+    """Runs trials from several threads, each in the next idle process; torch's threads are shared out among them."""
+
+    def __init__(self, task: Task, *, num_workers: int) -> None:
+        threads = max(1, torch.get_num_threads() // num_workers)
+        self.num_workers = num_workers
+        self._workers: list[TrialRunner] = [_open(task, threads) for _ in range(num_workers)]
+        self._idle: queue.SimpleQueue[TrialRunner] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+
+    def run(self, policy: Policy, settings: TrialSettings, *, timeout_seconds: float | None = None) -> Outcome:
+        """Run one trial in the next idle process; wait where there is none."""
+        worker = self._idle.get()
+        try:
+            return worker.run(policy, settings, timeout_seconds=timeout_seconds)
+        finally:
+            self._idle.put(worker)
+
+    def stop(self) -> None:
+        """End what runs now, from any thread: the trials that were running come back as crashed."""
+        self._each(lambda worker: worker.stop())
+
+    def close(self) -> None:
+        """End the processes; nothing may be running."""
+        self._each(lambda worker: worker.close())
+
+    def _each(self, act: Callable[[TrialRunner], None]) -> None:
+        for worker in self._workers:
+            act(worker)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _open(task: Task, num_threads: int) -> TrialRunner:
+    if can_travel(task):
+        assert task.source is not None
+        return Worker(task.source, num_threads=num_threads)
+    return InlineWorker(task)
