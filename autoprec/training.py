@@ -112,14 +112,14 @@ class StepResult:
     @property
     def was_skipped(self) -> bool:
         """True where an optimizer that had gradients did not step."""
-        return any(not taken and not bare for taken, bare in zip(self.taken, self.without_gradient, strict=True))
+        return _any_skipped(self.taken, self.without_gradient)
 
 
 class TrainingStep:
     """Runs backward for each micro-batch and one optimizer step for each window of them.
 
     Args:
-        optimizers: one optimizer or several that share the scaler and the loss.
+        optimizers: one optimizer, or several that share the scaler: of one loss, or each with a loss of its own.
         grad_scaler: an enabled or disabled `GradScaler`; None is the same as a disabled one.
         accumulation_steps: micro-batches to one step; the gradient is their mean. `finish` closes a shorter window.
         max_grad_norm: clips the norm of each optimizer's unscaled gradients.
@@ -159,8 +159,10 @@ class TrainingStep:
         self.num_steps_taken = 0
         self.num_steps_skipped = 0
         self.num_steps_without_gradient = [0] * len(self.optimizers)
-        self._num_batches = 0
         self.had_gradient = False
+        self._num_batches = 0
+        self._turn: int | None = None
+        self._parts: list[_Part] = []
 
     def _check(self, model: nn.Module | None) -> None:
         if not self.optimizers:
@@ -184,19 +186,25 @@ class TrainingStep:
         if closures and (self.accumulation_steps > 1 or len(self.optimizers) > 1):
             raise ApplyError(f"{closures[0]} needs a closure: accumulation_steps must be 1, with no other optimizer")
 
-    def __call__(self, loss: torch.Tensor) -> StepResult | None:
+    def __call__(self, loss: torch.Tensor, *, optimizer: int | None = None) -> StepResult | None:
         """Run backward for one micro-batch, and the optimizer step when the window is full.
 
         Args:
             loss: the mean loss of the micro-batch, a scalar.
+            optimizer: the place of the one optimizer that this loss trains, where each has a loss of its own (a GAN).
+                The whole window of the first optimizer comes first; it steps, and the losses of the next see what it
+                changed. What a loss leaves in the gradients of the others is dropped. The scaler is updated once,
+                after the last optimizer.
 
         Returns:
-            The step's result, or None while the window is still open.
+            The step's result, or None while the window is open or another optimizer's turn is still to come.
 
         Raises:
             TaskError: the loss has no gradient, or no parameter gets one.
             ScaleCollapsedError: the loss scale runs to zero.
+            ValueError: the loss of another optimizer than the one whose turn it is.
         """
+        self._take_turn(optimizer)
         _check_loss(loss)
         if any(needs_closure(optimizer) for optimizer in self.optimizers):
             raise ApplyError("this optimizer needs a closure: call step.run_closure(compute_loss)")
@@ -207,7 +215,10 @@ class TrainingStep:
         return self._step() if self._num_batches == self.accumulation_steps else None
 
     def finish(self) -> StepResult | None:
-        """Close a window that is not full, with the mean over the micro-batches it has; None where none is open."""
+        """Close a window that is not full, with the mean over the micro-batches it has; None where none is open.
+
+        Where each optimizer has a loss of its own, the window of the one whose turn it is.
+        """
         if self._num_batches == 0:
             return None
         missing = self.accumulation_steps / self._num_batches
@@ -235,24 +246,47 @@ class TrainingStep:
 
         optimizer.step(closure)  # type: ignore[arg-type]
         norm = self._norm([p.grad for p in self._parameters() if p.grad is not None])
+        norm = norm if norm is not None and math.isfinite(norm) else None
         self.num_steps += 1
         self.num_steps_taken += 1
         self._schedule((True,))
         optimizer.zero_grad()
         return losses[0], StepResult(self.num_steps, (True,), (False,), norm, None, 1)
 
-    def _step(self) -> StepResult:
-        bare = tuple(all(p.grad is None for p in _parameters_of(o)) for o in self.optimizers)
+    def _take_turn(self, optimizer: int | None) -> None:
+        expected = len(self._parts) if self._parts or optimizer is not None else None
+        if self._num_batches:
+            expected = self._turn
+        if optimizer != expected or (optimizer or 0) >= len(self.optimizers):
+            raise ValueError(
+                f"a loss of optimizer {optimizer} came where that of optimizer {expected} was to come (None: of all);"
+                f" there are {len(self.optimizers)}"
+            )
+        self._turn = optimizer
+
+    def _step(self) -> StepResult | None:
+        """Step the optimizers whose window is full; the step as a whole ends with the last of them."""
+        optimizers = self.optimizers if self._turn is None else [self.optimizers[self._turn]]
+        if not self._parts:
+            self.num_steps += 1
         num_batches, self._num_batches = self._num_batches, 0
-        self.num_steps += 1
-        self._count_without_gradient(bare)
-        scale = self.grad_scaler.get_scale() if self.grad_scaler.is_enabled() else None
-        norm, taken = self._apply(bare)
-        result = StepResult(self.num_steps, taken, bare, norm, scale, num_batches)
-        if result.was_skipped and self.on_skip is not None:
+        part = self._apply(optimizers)
+        self._parts.append(part)
+        if part.was_skipped and self.on_skip is not None:
             self.on_skip(self.num_steps)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+        return self._end(num_batches) if sum(len(p.taken) for p in self._parts) == len(self.optimizers) else None
+
+    def _end(self, num_batches: int) -> StepResult:
+        parts, self._parts = self._parts, []
+        taken = tuple(each for part in parts for each in part.taken)
+        bare = tuple(each for part in parts for each in part.without_gradient)
+        scale = self.grad_scaler.get_scale() if self.grad_scaler.is_enabled() else None
+        norm = math.hypot(*(part.grad_norm for part in parts if part.grad_norm is not None))
+        has_norm = self.report_norm and not all(bare) and math.isfinite(norm)
+        result = StepResult(self.num_steps, taken, bare, norm if has_norm else None, scale, num_batches)
+        self._count_without_gradient(bare)
         self.num_steps_taken += result.was_taken
         self.num_steps_skipped += result.was_skipped
         self._schedule(taken)
@@ -261,10 +295,11 @@ class TrainingStep:
             self.guard.check(step=self.num_steps, scale=self.grad_scaler.get_scale(), skipped=result.was_skipped)
         return result
 
-    def _apply(self, bare: tuple[bool, ...]) -> tuple[float | None, tuple[bool, ...]]:
-        """Unscale, clip and step each optimizer that has gradients; return the whole norm and who really stepped."""
+    def _apply(self, optimizers: Sequence[torch.optim.Optimizer]) -> _Part:
+        """Unscale, clip and step each optimizer that has gradients; tell the whole norm and who really stepped."""
+        bare = tuple(all(p.grad is None for p in _parameters_of(optimizer)) for optimizer in optimizers)
+        ready = [optimizer for optimizer, none in zip(optimizers, bare, strict=True) if not none]
         gradients: list[torch.Tensor] = []
-        ready = [optimizer for optimizer, none in zip(self.optimizers, bare, strict=True) if not none]
         for optimizer in ready:
             if self.grad_scaler.is_enabled():
                 self.grad_scaler.unscale_(optimizer)
@@ -279,13 +314,11 @@ class TrainingStep:
                 self.grad_scaler.step(optimizer)
             finally:
                 handle.remove()
-        return norm, tuple(id(optimizer) in stepped for optimizer in self.optimizers)
+        return _Part(tuple(id(optimizer) in stepped for optimizer in optimizers), bare, norm)
 
     def _norm(self, gradients: list[torch.Tensor]) -> float | None:
-        if not self.report_norm or not gradients:
-            return None
-        norm = float(nn.utils.get_total_norm(gradients))
-        return norm if math.isfinite(norm) else None
+        """Return the norm, which may be infinite or NaN; None where it is not asked for or there is none."""
+        return float(nn.utils.get_total_norm(gradients)) if self.report_norm and gradients else None
 
     def _schedule(self, taken: tuple[bool, ...]) -> None:
         by_optimizer = dict(zip(map(id, self.optimizers), taken, strict=True))
@@ -310,6 +343,23 @@ class TrainingStep:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield parameter
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one call of `_apply` did; a norm may be non-finite here."""
+
+    taken: tuple[bool, ...]
+    without_gradient: tuple[bool, ...]
+    grad_norm: float | None
+
+    @property
+    def was_skipped(self) -> bool:
+        return _any_skipped(self.taken, self.without_gradient)
+
+
+def _any_skipped(taken: tuple[bool, ...], without_gradient: tuple[bool, ...]) -> bool:
+    return any(not stepped and not bare for stepped, bare in zip(taken, without_gradient, strict=True))
 
 
 class _StepNote:

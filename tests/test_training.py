@@ -173,6 +173,98 @@ class TestSkipping:
         assert loss_scale.get_scale() == 32768.0  # updated once, not once for each optimizer
 
 
+class TestALossForEachOptimizer:
+    """Two networks that train against each other, as in a GAN."""
+
+    def networks(self) -> nn.ModuleDict:
+        torch.manual_seed(0)
+        return nn.ModuleDict({"critic": nn.Linear(3, 1), "maker": nn.Linear(2, 3)})
+
+    def critic_loss(self, nets: nn.ModuleDict, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        made = nets["maker"](batch[0]).detach()
+        return (
+            nn.functional.softplus(-nets["critic"](batch[1])).mean()
+            + nn.functional.softplus(nets["critic"](made)).mean()
+        )
+
+    def maker_loss(self, nets: nn.ModuleDict, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.softplus(-nets["critic"](nets["maker"](batch[0]))).mean()
+
+    @pytest.mark.parametrize("with_scaler", [False, True], ids=["scaler off", "scaler on"])
+    @pytest.mark.parametrize("accumulation", [1, 2])
+    def test_equals_a_plain_loop_in_which_each_steps_in_turn(self, accumulation: int, with_scaler: bool) -> None:
+        data = [(torch.randn(5, 2), torch.randn(5, 3)) for _ in range(3 * accumulation)]
+        windows = [data[i : i + accumulation] for i in range(0, len(data), accumulation)]
+        nets, plain = self.networks(), self.networks()
+        optimizers = [torch.optim.SGD(nets[name].parameters(), lr=0.5) for name in ("critic", "maker")]
+        step = TrainingStep(optimizers, grad_scaler=scaler() if with_scaler else None, accumulation_steps=accumulation)
+        results = []
+        for window in windows:
+            for place, loss in enumerate((self.critic_loss, self.maker_loss)):
+                results += [step(loss(nets, batch), optimizer=place) for batch in window]
+        for window in windows:
+            for name, loss in (("critic", self.critic_loss), ("maker", self.maker_loss)):
+                optimizer = torch.optim.SGD(plain[name].parameters(), lr=0.5)
+                plain.zero_grad()
+                torch.stack([loss(plain, batch) for batch in window]).mean().backward()
+                optimizer.step()
+        for mine, reference in zip(nets.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, reference, atol=1e-6, rtol=0)
+        ended = [result for result in results if result is not None]
+        assert [result is not None for result in results] == [False] * (2 * accumulation - 1) + [True] + (
+            [False] * (2 * accumulation - 1) + [True]
+        ) * 2
+        assert (step.num_steps, step.num_steps_taken) == (3, 3)
+        assert all(result.taken == (True, True) for result in ended)
+
+    def test_the_scaler_is_updated_once_a_step_and_the_norm_is_that_of_both(self) -> None:
+        one, other = weight(), weight()
+        loss_scale = scaler(growth_interval=2)
+        step = TrainingStep([torch.optim.SGD([p], lr=0.1) for p in (one, other)], grad_scaler=loss_scale)
+        for _ in range(2):
+            assert step(3 * one.sum(), optimizer=0) is None
+            result = step(4 * other.sum(), optimizer=1)
+            assert result is not None
+            assert result.grad_norm == 5.0
+        assert loss_scale.get_scale() == 2 * 65536.0
+
+    def test_an_overflow_of_one_skips_that_one_and_backs_off_once(self) -> None:
+        one, other = weight(), weight()
+        loss_scale = scaler()
+        skipped: list[int] = []
+        step = TrainingStep(
+            [torch.optim.SGD([p], lr=0.1) for p in (one, other)], grad_scaler=loss_scale, on_skip=skipped.append
+        )
+        step((one * math.inf).sum(), optimizer=0)
+        result = step(other.sum(), optimizer=1)
+        assert result is not None
+        assert (result.taken, result.was_skipped, result.grad_norm) == ((False, True), True, None)
+        assert (one.item(), other.item(), loss_scale.get_scale()) == (1.0, pytest.approx(0.9), 32768.0)
+        assert (skipped, step.num_steps_skipped) == ([1], 1)
+
+    def test_the_last_windows_are_closed_one_after_the_other(self) -> None:
+        one, other = weight(), weight()
+        step = TrainingStep([torch.optim.SGD([p], lr=0.1) for p in (one, other)], accumulation_steps=4)
+        for _ in range(3):
+            step(one.sum(), optimizer=0)
+        assert step.finish() is None
+        for _ in range(3):
+            step(2 * other.sum(), optimizer=1)
+        result = step.finish()
+        assert result is not None
+        assert (one.item(), other.item(), step.num_steps) == (pytest.approx(0.9), pytest.approx(0.8), 1)
+
+    @pytest.mark.parametrize("order", [[1], [0, 0], [0, None], [2], [0, 1, 1]], ids=str)
+    def test_a_loss_out_of_turn_is_refused(self, order: list[int | None]) -> None:
+        step = TrainingStep([torch.optim.SGD([weight()], lr=0.1) for _ in range(2)])
+        parameters = [optimizer.param_groups[0]["params"][0] for optimizer in step.optimizers]
+        *first, last = order
+        for place in first:
+            step(parameters[place or 0].sum(), optimizer=place)
+        with pytest.raises(ValueError, match=rf"a loss of optimizer {last} came where that of optimizer \d was"):
+            step(parameters[0].sum(), optimizer=last)
+
+
 class TestScaleGuard:
     def test_a_loss_that_always_overflows_ends_before_the_scale_is_zero(self) -> None:
         p = weight()

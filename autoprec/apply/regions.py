@@ -134,9 +134,14 @@ def run_root(module: nn.Module, root: Root, /, *args: Any, **kwargs: Any) -> Any
 
 
 def run_region(module: nn.Module, region: Region, /, *args: Any, **kwargs: Any) -> Any:
-    """Run one module's forward in its precision; nothing but input casts where that precision is in force already."""
+    """Run one module's forward in its precision; nothing but input casts where that precision is in force already.
+
+    A part that is called by itself, outside of any forward of the model, gives FP32 as the root does: what it returns
+    may go straight into a loss.
+    """
     compiling = torch.compiler.is_compiling()
     local = LOCAL
+    is_outermost = not compiling and not local.key and _task() == -1
     entered = not compiling and local.key == region.key and local.task == _task()
     if region.precision == "autocast":
         if entered:
@@ -146,7 +151,8 @@ def run_region(module: nn.Module, region: Region, /, *args: Any, **kwargs: Any) 
         if not compiling:
             _refuse_copies(module, sys._getframe(1))
         with _context(region, device_type_of(module, args, kwargs), compiling):
-            return _call(module, region, args, kwargs)
+            output = _call(module, region, args, kwargs)
+        return cast_tree(output, torch.float32) if is_outermost else output
     if not (entered or compiling):
         _refuse_copies(module, sys._getframe(1))
     dtype = region.dtype
@@ -164,6 +170,8 @@ def run_region(module: nn.Module, region: Region, /, *args: Any, **kwargs: Any) 
             output = _call_shadowed(module, region, inputs, named)
     if copies.pairs or copies.tensors:
         copies.write_back()
+    if is_outermost:
+        return cast_tree(output, torch.float32)
     return output if region.keeps_output else cast_tree(output, dtype)
 
 

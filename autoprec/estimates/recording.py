@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -118,12 +118,13 @@ def _record(model: nn.Module, batch: Any, loss: Loss, settings: StepSettings, *,
         model.train()
     if settings.policy is not None:
         _install(model, settings.policy)
-    optimizer = _build_optimizer(model, settings)
+    optimizers = _build_optimizers(model, settings)
     tracker = StorageTracker(fake=fake, cuda_dropout=settings.as_on_cuda)
     owners = _watch_residents(tracker, model, batch)
-    step = _Step(tracker, model, batch, loss, optimizer, settings, owners)
+    step = _Step(tracker, model, batch, loss, optimizers, settings, owners)
+    is_simple = fake and settings.set_to_none and not settings.losses
     with tracker.following(model), tracker:
-        start = step.run_to_steady_state() if fake and settings.set_to_none else step.run_twice()
+        start = step.run_to_steady_state() if is_simple else step.run_twice()
     return StepRecording(
         records=tuple(tracker.records),
         operations=tuple(tracker.operations),
@@ -142,22 +143,26 @@ def _install(model: nn.Module, policy: Policy) -> None:
         apply_policy(model, policy)
 
 
-def _build_optimizer(model: nn.Module, settings: StepSettings) -> torch.optim.Optimizer:
+def _build_optimizers(model: nn.Module, settings: StepSettings) -> list[torch.optim.Optimizer]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise TaskError(f"{type(model).__name__}: no parameter requires a gradient; nothing would be trained")
-    keywords = dict(settings.optimizer_settings or {})
-    if settings.policy is not None and isinstance(settings.optimizer, type):
-        optimizer = build_optimizer(settings.policy, settings.optimizer, trained, **keywords)
-    else:
-        optimizer = settings.optimizer(trained, **keywords)
-    if needs_closure(optimizer):
-        raise TaskError(f"{type(optimizer).__name__}: an optimizer that calls a closure has no single step to estimate")
-    if settings.foreach:
-        for group in optimizer.param_groups:
+    optimizers = list(settings.optimizers(model)) if settings.optimizers else [_one_optimizer(trained, settings)]
+    for optimizer in optimizers:
+        if needs_closure(optimizer):
+            kind = type(optimizer).__name__
+            raise TaskError(f"{kind}: an optimizer that calls a closure has no single step to estimate")
+        for group in optimizer.param_groups if settings.foreach else ():
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
-    return optimizer
+    return optimizers
+
+
+def _one_optimizer(trained: list[nn.Parameter], settings: StepSettings) -> torch.optim.Optimizer:
+    keywords = dict(settings.optimizer_settings or {})
+    if settings.policy is not None and isinstance(settings.optimizer, type):
+        return build_optimizer(settings.policy, settings.optimizer, trained, **keywords)
+    return settings.optimizer(trained, **keywords)
 
 
 def _watch_residents(tracker: StorageTracker, model: nn.Module, batch: Any) -> dict[nn.Parameter, str]:
@@ -183,7 +188,7 @@ class _Step:
     model: nn.Module
     batch: Any
     loss: Loss
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
     settings: StepSettings
     owners: Mapping[nn.Parameter, str]
 
@@ -194,32 +199,38 @@ class _Step:
         """
         start = self.tracker.clock
         self.tracker.records_operators = True
-        self._run_micro_batches()
+        self._run_micro_batches(self.loss)
         self.tracker.records_operators = False
         self.tracker.enter("warm_up")
-        self._run_optimizer()
+        self._run_optimizers(self.optimizers)
         self.tracker.settle_warm_up(start)
         self.tracker.records_operators = True
-        self._end()
+        self._end(self.optimizers)
         return start
 
     def run_twice(self) -> int:
         """Run two steps; return the clock at the start of the second."""
-        self._run_micro_batches()
-        self._end()
+        self._run_parts()
         start = self.tracker.clock
         self.tracker.records_operators = True
-        self._run_micro_batches()
-        self._end()
+        self._run_parts()
         return start
 
-    def _run_micro_batches(self) -> None:
+    def _run_parts(self) -> None:
+        """Run one step: as a whole, or where each optimizer has a loss of its own, one after the other."""
+        whole: list[tuple[Loss, Sequence[torch.optim.Optimizer]]] = [(self.loss, self.optimizers)]
+        own = [(loss, (each,)) for loss, each in zip(self.settings.losses, self.optimizers, strict=False)]
+        for loss, optimizers in own or whole:
+            self._run_micro_batches(loss)
+            self._end(optimizers)
+
+    def _run_micro_batches(self, loss: Loss) -> None:
         """Of many micro-batches two are enough: the second stands for all that follow the first."""
         num_steps = self.settings.accumulation_steps
         for micro_batch in range(min(num_steps, 2)):
             repeats = 1 if micro_batch == 0 else num_steps - 1
             self.tracker.enter("forward", repeats=repeats)
-            value = self.loss(self.model, self.batch)
+            value = loss(self.model, self.batch)
             if num_steps > 1:
                 value = value / num_steps
             self.tracker.enter("backward", repeats=repeats)
@@ -227,16 +238,18 @@ class _Step:
             del value
             self._label_gradients()
 
-    def _end(self) -> None:
+    def _end(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.tracker.enter("optimizer")
-        self._run_optimizer()
-        self.optimizer.zero_grad(set_to_none=self.settings.set_to_none)
+        self._run_optimizers(optimizers)
+        for each in self.optimizers:
+            each.zero_grad(set_to_none=self.settings.set_to_none)
         self.tracker.enter("before")
 
-    def _run_optimizer(self) -> None:
-        self.optimizer.step()
+    def _run_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            optimizer.step()
         for parameter, name in self.owners.items():
-            for tensor in tensors_of(self.optimizer.state.get(parameter)):
+            for tensor in tensors_of([each.state.get(parameter) for each in self.optimizers]):
                 self.tracker.watch(tensor, "optimizer_state", name)
 
     def _label_gradients(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ class StepSettings:
         policy: installed on the copy; None leaves the model as it is, its own policy included.
         optimizer: a class, or a function from parameters to an optimizer.
         optimizer_settings: keyword arguments of a class.
+        optimizers: a function from the copied model to its optimizers; wins over `optimizer`. None takes that.
+        losses: a loss for each of the optimizers, each with a forward, backward and step of its own, in this order;
+            empty where the one loss trains all.
         accumulation_steps: micro-batches to one optimizer step; the batch is one micro-batch.
         set_to_none: as in `optimizer.zero_grad`.
         foreach: run the optimizer as CUDA does by default, on lists of tensors; False leaves the optimizer's own way.
@@ -38,6 +41,8 @@ class StepSettings:
     policy: Policy | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     optimizer_settings: Mapping[str, Any] | None = None
+    optimizers: Callable[[nn.Module], Sequence[torch.optim.Optimizer]] | None = None
+    losses: Sequence[Loss] = ()
     accumulation_steps: int = 1
     set_to_none: bool = True
     foreach: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,8 @@ def estimate_step(
     policy: Policy | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     optimizer_settings: Mapping[str, Any] | None = None,
+    optimizers: Callable[[nn.Module], Sequence[torch.optim.Optimizer]] | None = None,
+    losses: Sequence[Loss] = (),
     accumulation_steps: int = 1,
     gpu: str | Gpu = "a100-80",
     batch_size: int | None = None,
@@ -93,6 +95,7 @@ def estimate_step(
         batch: one micro-batch on any device, or a function without arguments that makes it.
         loss: `loss(model, batch)` -> scalar tensor.
         optimizer: a class, or a function from parameters to an optimizer.
+        optimizers, losses: see `StepSettings`.
         accumulation_steps: micro-batches to one optimizer step.
         gpu: a name in `GPUS`.
         batch_size, image_size: rescale the batch (images alone have a size) without making it.
@@ -110,6 +113,8 @@ def estimate_step(
         policy=policy,
         optimizer=optimizer,
         optimizer_settings=optimizer_settings,
+        optimizers=optimizers,
+        losses=losses,
         accumulation_steps=accumulation_steps,
         set_to_none=set_to_none,
         foreach=foreach,

@@ -6,7 +6,7 @@ import inspect
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,23 +238,35 @@ def _has_native_bf16(trial: TrialSettings, *, here: bool) -> bool:
 
 def _optimizer_defaults(task: Task) -> dict[str, Any]:
     """Return eps and amsgrad of an Adam-like optimizer class, those left out that the task sets itself."""
-    known = inspect.signature(task.optimizer).parameters
-    if not {"eps", "amsgrad"} <= set(known):
+    builders = list(task.optimizer.values()) if isinstance(task.optimizer, Mapping) else [task.optimizer]
+    known = [inspect.signature(build).parameters for build in builders]
+    if not all({"eps", "amsgrad"} <= set(parameters) for parameters in known):
         return {}
-    return {name: known[name].default for name in ("eps", "amsgrad") if name not in task.optimizer_settings}
+    defaults = {name: {p[name].default for p in known} for name in ("eps", "amsgrad")}
+    return {
+        name: values.pop()
+        for name, values in defaults.items()
+        if name not in task.optimizer_settings and len(values) == 1
+    }
 
 
 def _task_identity(task: Task) -> dict[str, Any]:
     return {
         "name": task.name,
         "settings": dict(task.settings),
-        "optimizer": getattr(task.optimizer, "__name__", type(task.optimizer).__name__),
+        "optimizer": _optimizer_names(task.optimizer),
         "optimizer_settings": {name: _plain(value) for name, value in task.optimizer_settings.items()},
         "metric": task.metric_name,
         "max_grad_norm": task.max_grad_norm,
         "accumulation_steps": task.accumulation_steps,
         "target": None if task.target is None else [task.target.batch_size, task.target.description],
     }
+
+
+def _optimizer_names(optimizer: Any) -> Any:
+    if isinstance(optimizer, Mapping):
+        return {name: _optimizer_names(build) for name, build in optimizer.items()}
+    return getattr(optimizer, "__name__", type(optimizer).__name__)
 
 
 def _plain(value: Any) -> Any:

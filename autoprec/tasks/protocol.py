@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from autoprec.errors import TaskError
 from autoprec.tasks.source import TaskSource
 
-__all__ = ["Batch", "Batches", "OneShot", "Task", "TargetShape"]
+__all__ = ["Batch", "Batches", "BuildOptimizer", "Loss", "OneShot", "Task", "TargetShape"]
 
 Batch = Any
 """Whatever the task's own loss takes: a tensor, tuple, dict, named tuple or dataclass of tensors."""
@@ -22,6 +22,13 @@ Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]
 
 Whatever is random in their order must come from the global random state: a trial seeds it before it opens them.
 """
+
+
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+"""`loss(model, batch)` -> scalar tensor; calls the model itself."""
+
+BuildOptimizer = Callable[..., torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+"""A class such as `torch.optim.AdamW`, or a function from parameters to an optimizer, or to several."""
 
 
 class OneShot:
@@ -71,14 +78,18 @@ class Task:
         model: builds a fresh model; called for each trial with the seed set.
         train_batches: the training batches, restarted where they end; a one-shot iterator must give enough of them.
         eval_batches: held-out batches, all of them used, each weighted by its number of samples.
-        loss: `loss(model, batch)` -> scalar tensor; calls the model itself.
+        loss: `loss(model, batch)` -> scalar tensor; calls the model itself. Trained on, and measured on held-out data.
+        losses: name of a submodule -> the loss that trains it, with an optimizer of its own (a GAN): in this order in
+            each step, the later ones see what the earlier changed. `loss` is then measured and not trained on.
         metric: `metric(model, batch)` -> mean over the batch (float or tensor); None takes the held-out loss, negated.
         evaluate: `evaluate(model, batch)` -> (loss, metric) from one forward; None calls `loss` and `metric`.
         metric_name: what `accuracy` in the study means for this task.
         metric_direction: "maximize" or "minimize" (a metric to minimize is stored negated).
-        optimizer: a class such as `torch.optim.AdamW`, or a function from parameters to an optimizer.
-        optimizer_settings: keyword arguments of the class (lr, weight_decay ...).
-        scheduler: `scheduler(optimizer, num_steps)` -> a scheduler stepped after each step that was taken.
+        optimizer: a class such as `torch.optim.AdamW`, or a function from parameters to an optimizer (or to several
+            that share the loss); with `losses` also a mapping from the same names to classes or functions.
+        optimizer_settings: keyword arguments of a class (lr, weight_decay ...).
+        scheduler: `scheduler(optimizer, num_steps)` -> a scheduler stepped after each step that was taken; called for
+            each optimizer.
         max_grad_norm: clip the norm of unscaled gradients; None does not clip.
         accumulation_steps: micro-batches to one optimizer step.
         num_samples: samples in a batch; None takes the first dimension of its first tensor.
@@ -91,12 +102,13 @@ class Task:
     model: Callable[[], nn.Module]
     train_batches: Batches
     eval_batches: Batches
-    loss: Callable[[nn.Module, Batch], torch.Tensor]
+    loss: Loss
+    losses: Mapping[str, Loss] = field(default_factory=dict)
     metric: Callable[[nn.Module, Batch], torch.Tensor | float] | None = None
     evaluate: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor | float]] | None = None
     metric_name: str = "accuracy"
     metric_direction: str = "maximize"
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    optimizer: BuildOptimizer | Mapping[str, BuildOptimizer] = torch.optim.AdamW
     optimizer_settings: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
     scheduler: Callable[[torch.optim.Optimizer, int], Any] | None = None
     max_grad_norm: float | None = None
@@ -113,7 +125,17 @@ class Task:
             )
         if self.accumulation_steps < 1:
             raise TaskError(f"task {self.name!r}: accumulation_steps is {self.accumulation_steps}; at least 1")
+        if isinstance(self.optimizer, Mapping) and list(self.optimizer) != list(self.losses):
+            raise TaskError(
+                f"task {self.name!r}: optimizer is a mapping of {list(self.optimizer)} and losses one of"
+                f" {list(self.losses)}; the same names in the same order are needed"
+            )
         for name in ("train_batches", "eval_batches"):
             batches = getattr(self, name)
             if isinstance(batches, Iterator):
                 object.__setattr__(self, name, OneShot(batches))
+
+    @property
+    def trained_losses(self) -> list[tuple[int | None, Loss]]:
+        """What one training step goes through: the place of the optimizer (None for all of them) and its loss."""
+        return list(enumerate(self.losses.values())) if self.losses else [(None, self.loss)]

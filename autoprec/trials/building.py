@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoprec.apply import build_optimizer
-from autoprec.errors import TaskError
+from autoprec.errors import TaskError, did_you_mean
 from autoprec.policy import Policy
 from autoprec.tasks.batches import move_batch, open_batches
 from autoprec.tasks.protocol import Task
 from autoprec.training import needs_closure
 
-__all__ = ["build_model", "build_task_optimizer", "build_scheduler", "optimizer_function"]
+__all__ = ["build_model", "build_task_optimizers", "build_schedulers"]
 
 
 def build_model(task: Task, device: torch.device, *, build: Callable[[], nn.Module] | None = None) -> nn.Module:
@@ -44,44 +44,78 @@ def _materialise(model: nn.Module, task: Task, device: torch.device) -> None:
         return
 
 
-def build_task_optimizer(task: Task, policy: Policy, parameters: Any) -> torch.optim.Optimizer:
-    """Build the task's optimizer with the policy's eps and amsgrad.
+def build_task_optimizers(task: Task, policy: Policy, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Build the task's optimizers with the policy's eps and amsgrad: one for each of `task.losses` where it has those.
 
     A class gets the task's settings; a function gets the parameters alone, and its groups the policy's values.
 
     Raises:
-        TaskError: the function returned something else than an optimizer, or it needs a closure (LBFGS).
+        TaskError: a function returned something else than optimizers, one needs a closure (LBFGS), or `losses` names a
+            submodule that is not there.
     """
-    if isinstance(task.optimizer, type):
-        kind = cast("type[torch.optim.Optimizer]", task.optimizer)
-        return _without_closure(task, build_optimizer(policy, kind, parameters, **task.optimizer_settings))
-    optimizer = task.optimizer(parameters)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not task.losses:
+        return _build_optimizers(task, policy, task.optimizer, list(model.parameters()))
+    optimizers = []
+    for name in task.losses:
+        build = task.optimizer[name] if isinstance(task.optimizer, Mapping) else task.optimizer
+        built = _build_optimizers(task, policy, build, list(_submodule(task, model, name).parameters()))
+        if len(built) != 1:
+            raise TaskError(
+                f"task {task.name!r}: optimizer() returned {len(built)} optimizers for {name!r}; one is needed"
+            )
+        optimizers += built
+    return optimizers
+
+
+def _submodule(task: Task, model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        names = [known for known, _ in model.named_modules() if known]
         raise TaskError(
-            f"task {task.name!r}: optimizer() returned {type(optimizer).__name__}; a torch.optim.Optimizer is needed"
-        )
+            f"task {task.name!r}: losses names {name!r}, and {type(model).__name__} has no such submodule"
+            f"{did_you_mean(name, names)}"
+        ) from None
+
+
+def _build_optimizers(
+    task: Task, policy: Policy, build: Any, parameters: list[nn.Parameter]
+) -> list[torch.optim.Optimizer]:
+    if isinstance(build, type):
+        kind = cast("type[torch.optim.Optimizer]", build)
+        optimizers = [build_optimizer(policy, kind, parameters, **task.optimizer_settings)]
+    else:
+        built = build(parameters)
+        optimizers = list(built) if isinstance(built, list | tuple) else [built]
+        if not optimizers or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
+            what = "nothing" if not optimizers else type(optimizers[0]).__name__
+            raise TaskError(f"task {task.name!r}: optimizer() returned {what}; a torch.optim.Optimizer is needed")
+        for optimizer in optimizers:
+            _set_choices(optimizer, policy)
+    for optimizer in optimizers:
+        _refuse_closure(task, optimizer)
+    return optimizers
+
+
+def _set_choices(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
     chosen = {} if policy.optimizer is None else {"eps": policy.optimizer.eps, "amsgrad": policy.optimizer.amsgrad}
     for group in optimizer.param_groups:
         group.update({key: value for key, value in chosen.items() if value is not None and key in group})
-    return _without_closure(task, optimizer)
 
 
-def _without_closure(task: Task, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _refuse_closure(task: Task, optimizer: torch.optim.Optimizer) -> None:
     if needs_closure(optimizer):
         raise TaskError(
             f"task {task.name!r}: {type(optimizer).__name__} evaluates the loss in a closure, which grad scalers do not"
             " support; policies with FP16 could not be compared: use another optimizer"
         )
-    return optimizer
 
 
-def optimizer_function(task: Task, policy: Policy) -> Callable[..., torch.optim.Optimizer]:
-    """Return the function from parameters to the optimizer that a trial of this policy uses."""
-    return lambda parameters: build_task_optimizer(task, policy, parameters)
-
-
-def build_scheduler(task: Task, optimizer: torch.optim.Optimizer, *, num_steps: int, anneal: bool) -> Any:
-    """Return the task's scheduler, else where asked a cosine that ends at zero, else None."""
+def build_schedulers(
+    task: Task, optimizers: Sequence[torch.optim.Optimizer], *, num_steps: int, anneal: bool
+) -> list[Any]:
+    """Return a scheduler for each optimizer: the task's, else where asked a cosine that ends at zero, else none."""
     if task.scheduler is not None:
-        return task.scheduler(optimizer, num_steps)
-    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=num_steps) if anneal else None
+        return [task.scheduler(optimizer, num_steps) for optimizer in optimizers]
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+    return [cosine(optimizer, T_max=num_steps) for optimizer in optimizers] if anneal else []

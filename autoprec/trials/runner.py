@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import statistics
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +22,7 @@ from autoprec.policy import Kind, Number, Policy
 from autoprec.tasks.batches import BatchStream, move_batch
 from autoprec.tasks.protocol import Batch, Task
 from autoprec.training import TrainingStep
-from autoprec.trials.building import build_model, build_scheduler, build_task_optimizer
+from autoprec.trials.building import build_model, build_schedulers, build_task_optimizers
 from autoprec.trials.evaluation import estimate_batchnorm, evaluate
 from autoprec.trials.failures import TrialEnd, classify, describe, format_traceback
 from autoprec.trials.finiteness import find_in_buffers, find_in_forward, find_in_gradients
@@ -117,14 +119,14 @@ class _Trial:
 
     def _train(self, model: nn.Module) -> None:
         apply_policy(model, self.policy)
-        optimizer = build_task_optimizer(self.task, self.policy, model.parameters())
-        scheduler = build_scheduler(self.task, optimizer, num_steps=self.num_steps, anneal=self.settings.anneal)
+        optimizers = build_task_optimizers(self.task, self.policy, model)
+        anneal = self.settings.anneal
         step = TrainingStep(
-            optimizer,
+            optimizers,
             grad_scaler=build_grad_scaler(self.policy, device=self.device),
             accumulation_steps=self.task.accumulation_steps,
             max_grad_norm=self.task.max_grad_norm,
-            schedulers=[] if scheduler is None else [scheduler],
+            schedulers=build_schedulers(self.task, optimizers, num_steps=self.num_steps, anneal=anneal),
             model=model,
             on_skip=lambda number: self._note_skip(model, number),
         )
@@ -138,20 +140,22 @@ class _Trial:
         started = time.perf_counter()
         losses = []
         result = None
-        for batch in batches:
-            randomness = RandomState()
-            loss = self.task.loss(model, batch)
-            losses.append(self._check_loss(loss, model, batch, randomness))
-            result = step(loss)
+        for place, compute_loss in self.task.trained_losses:
+            for batch in batches:
+                randomness = RandomState()
+                run = functools.partial(compute_loss, model, batch)
+                loss = run()
+                losses.append(self._check_loss(loss, run, model, randomness))
+                result = step(loss, optimizer=place)
         assert result is not None
         self.seconds.append(time.perf_counter() - started)
-        self.losses.append(sum(losses) / len(losses))
+        self.losses.append(sum(losses) / len(batches))
         self.grad_norms.append(result.grad_norm)
         self.num_taken, self.num_skipped = step.num_steps_taken, step.num_steps_skipped
         if result.scale is not None:
             self.scales.append(result.scale)
 
-    def _check_loss(self, loss: Any, model: nn.Module, batch: Batch, randomness: RandomState) -> float:
+    def _check_loss(self, loss: Any, run: Callable[[], Any], model: nn.Module, randomness: RandomState) -> float:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
             raise TaskError(
@@ -163,7 +167,7 @@ class _Trial:
         assert self.step_number is not None
         self._check_buffers(model)
         randomness.restore()
-        place = find_in_forward(model, lambda: self.task.loss(model, batch), step=self.step_number)
+        place = find_in_forward(model, run, step=self.step_number)
         where = f"; first non-finite in module {place.module!r}" if place is not None else ""
         raise TrialEnd("non_finite_loss", f"the loss is {value} at step {self.step_number}{where}", non_finite=place)
 

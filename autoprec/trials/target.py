@@ -19,7 +19,7 @@ from autoprec.policy import Number, Policy, resolve_precisions
 from autoprec.tasks.batches import count_samples, move_batch, open_batches
 from autoprec.tasks.protocol import Batch, Task
 from autoprec.training import TrainingStep
-from autoprec.trials.building import build_model, build_task_optimizer, optimizer_function
+from autoprec.trials.building import build_model, build_task_optimizers
 from autoprec.trials.isolation import release, seed_everything
 from autoprec.trials.outcome import TrialSettings
 
@@ -84,8 +84,9 @@ def _estimate(model: nn.Module, task: Task, policy: Policy, gpu: str) -> TargetF
         model,
         _target_batch(task),
         task.loss,
+        losses=tuple(task.losses.values()),
         policy=policy,
-        optimizer=optimizer_function(task, policy),
+        optimizers=lambda copied: build_task_optimizers(task, policy, copied),
         accumulation_steps=task.accumulation_steps,
         gpu=gpu,
     )
@@ -104,7 +105,7 @@ def _measure(task: Task, policy: Policy, device: torch.device) -> TargetFigures:
     apply_policy(model, policy)
     batch = move_batch(_target_batch(task), device)
     step = TrainingStep(
-        build_task_optimizer(task, policy, model.parameters()),
+        build_task_optimizers(task, policy, model),
         grad_scaler=build_grad_scaler(policy, device=device),
         accumulation_steps=task.accumulation_steps,
         max_grad_norm=task.max_grad_norm,
@@ -137,5 +138,6 @@ def _measure(task: Task, policy: Policy, device: torch.device) -> TargetFigures:
 
 
 def _run_step(step: TrainingStep, model: nn.Module, task: Task, batch: Batch) -> None:
-    for _ in range(task.accumulation_steps):
-        step(task.loss(model, batch))
+    for place, compute_loss in task.trained_losses:
+        for _ in range(task.accumulation_steps):
+            step(compute_loss(model, batch), optimizer=place)

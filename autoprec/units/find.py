@@ -177,7 +177,7 @@ def _record_calls(
     finally:
         for handle in handles:
             handle.remove()
-    if "" not in calls:
+    if not calls:
         raise ApplyError("the run never called the model, so it has no units; `run(model)` has to call `model(...)`")
     return calls, first
 
@@ -196,7 +196,7 @@ def _governed(structure: Structure, called: set[str]) -> dict[str, str]:
     governed = dict(structure.governors)
     for name, module in structure.modules.items():
         first = structure.names[id(module)][0]
-        if first in called or name in governed or not has_forward(module):
+        if not name or first in called or name in governed or not has_forward(module):
             continue
         parent = structure.parents[name]
         while parent is not None and structure.names[id(structure.modules[parent])][0] not in called:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections import OrderedDict, UserDict, deque
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from autoprec import Policy, apply_policy, emulate, remove_policy
 from autoprec.apply.state import num_regions_entered, num_weight_casts
 from autoprec.errors import ApplyError, PrecisionWarning
+from autoprec.policy import Precision
 from autoprec.probes.dtypes import watch_dtypes
 
 HALF, BFLOAT, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -826,8 +828,25 @@ def test_a_part_called_from_outside_computes_in_its_precision() -> None:
     for precision, dtype in (("autocast", HALF), ("fp16", HALF), ("bf16", BFLOAT), ("fp32", FULL)):
         model = apply_policy(Encoder(), Policy(default=precision))
         with watch_dtypes(model) as log:
-            model.encode(torch.ones(1, 4))
+            encoded = model.encode(torch.ones(1, 4))
         assert log["encoder.0"].computed == log["encoder.1"].computed == {dtype}
+        assert encoded.dtype is FULL
+
+
+@pytest.mark.parametrize("precision", ["autocast", "fp16"])
+@pytest.mark.parametrize("container", [False, True], ids=["model", "ModuleDict"])
+def test_a_loss_of_parts_called_from_outside_is_fp32(precision: Precision, container: bool) -> None:
+    parts = {"maker": nn.Linear(1, 4, bias=False), "critic": nn.Linear(4, 1, bias=False)}
+    model = nn.ModuleDict(parts)
+    if not container:
+        model, model.maker, model.critic = nn.Module(), parts["maker"], parts["critic"]
+    nn.init.constant_(parts["maker"].weight, 1.0)
+    nn.init.constant_(parts["critic"].weight, 75.0)
+    apply_policy(model, Policy(default=precision))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)
+        score = parts["critic"](parts["maker"](torch.ones(2, 1)))
+    assert nn.functional.mse_loss(score, torch.zeros(2, 1)).item() == 90000.0  # in half: inf
 
 
 def test_a_model_that_calls_itself_is_one_forward() -> None:

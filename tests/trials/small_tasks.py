@@ -43,6 +43,42 @@ def small_task(**changes: Any) -> Task:
     return Task(**(settings | changes))
 
 
+def critic_loss(nets: nn.Module, batch: Any) -> torch.Tensor:
+    real, made = nets.critic(batch[0]), nets.critic(nets.maker(torch.randn(len(batch[0]), 2)).detach())  # type: ignore[operator]
+    return nn.functional.softplus(-real).mean() + nn.functional.softplus(made).mean()
+
+
+def maker_loss(nets: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.softplus(-nets.critic(nets.maker(torch.randn(len(batch[0]), 2)))).mean()  # type: ignore[operator]
+
+
+class Adversaries(nn.Module):
+    """A GAN: its parts are called by the losses, the whole never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(4, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+        self.maker = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def gan_task(**changes: Any) -> Task:
+    def moments(nets: nn.Module, batch: Any) -> torch.Tensor:
+        made = nets.maker(torch.randn(len(batch[0]), 2))  # type: ignore[operator]
+        return -(made.mean(0) - batch[0].mean(0)).abs().mean() - (made.std(0) - batch[0].std(0)).abs().mean()
+
+    settings: dict[str, Any] = {
+        "name": "gan",
+        "model": Adversaries,
+        "losses": {"critic": critic_loss, "maker": maker_loss},
+        "loss": lambda nets, batch: critic_loss(nets, batch) + maker_loss(nets, batch),
+        "metric": moments,
+        "metric_name": "negated distance of moments",
+        "optimizer": torch.optim.Adam,
+        "optimizer_settings": {"lr": 1e-3, "betas": (0.5, 0.9)},
+    }
+    return small_task(**(settings | changes))
+
+
 class _Faulty(nn.Module):
     """A network whose forward does something bad in one half precision, and nothing else in FP32."""
 

@@ -219,6 +219,19 @@ def test_scripted_parts_are_single_units_that_refuse_half() -> None:
     assert "TorchScript" in units["1"].reasons["fp16"]
 
 
+def test_parts_that_are_called_without_the_whole_are_units() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.maker = nn.Sequential(nn.Linear(2, 4), nn.ReLU())
+            self.critic = nn.Linear(4, 1)
+
+    found = find_units(Pair(), lambda nets: nets.critic(nets.maker(torch.randn(3, 2))))  # type: ignore[operator]
+    assert [unit.name for unit in found] == ["maker.0", "maker.1", "critic"]
+    assert all("fp16" in unit.choices for unit in found)
+    assert found.governed == {}
+
+
 def test_a_run_that_never_calls_the_model_says_so() -> None:
     with pytest.raises(ApplyError, match="never called the model"):
         find_units(nn.Linear(2, 2), lambda model: None)
