@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autoprec.emulation import emulate
     from autoprec.errors import AutoprecError
     from autoprec.policy import Policy, load_policy
-    from autoprec.search import search_policy
+    from autoprec.search import search_policy, verify_policy
     from autoprec.tasks import Task
 
 __version__ = "0.1.0"
@@ -35,6 +35,7 @@ __all__ = [
     "emulate",
     "Task",
     "search_policy",
+    "verify_policy",
     "AutoprecError",
 ]
 
@@ -49,6 +50,7 @@ _ROOMS = {
     "emulate": "emulation",
     "Task": "tasks",
     "search_policy": "search",
+    "verify_policy": "search",
     "AutoprecError": "errors",
 }
 

@@ -34,10 +34,10 @@ class _State:
 
 def main() -> None:
     """Run the command line; an error of autoprec is one line on stderr and its exit code."""
-    from autoprec.cli import search, show
+    from autoprec.cli import choose, search, show, verify
 
-    search.register(app)
-    show.register(app)
+    for command in (search, verify, choose, show):
+        command.register(app)
     try:
         app()
     except AutoprecError as error:

@@ -1,7 +1,8 @@
-"""The choice between text and JSON, and the console that text goes to; loads nothing heavy."""
+"""What all commands share of reading and printing: exit codes, formats, the console, sizes; loads nothing heavy."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from autoprec.errors import UsageError, did_you_mean
@@ -9,7 +10,11 @@ from autoprec.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["FORMATS", "check_format", "open_console"]
+__all__ = ["FORMATS", "INCONCLUSIVE", "INTERRUPTED", "WORSE", "check_format", "open_console", "parse_memory"]
+
+WORSE = 1
+INCONCLUSIVE = 3
+INTERRUPTED = 130
 
 FORMATS = ("text", "json")
 PLAIN_WIDTH = 120
@@ -30,3 +35,21 @@ def open_console(*, to_stderr: bool = False) -> Console:
     if not console.is_terminal:
         console = Console(stderr=to_stderr, highlight=False, emoji=False, width=PLAIN_WIDTH)
     return console
+
+
+MEMORY_UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+
+
+def parse_memory(text: str | None) -> float | None:
+    """Return the bytes of "12GB" or "11.5 GiB"; None stays None.
+
+    Raises:
+        UsageError: no positive number with a unit.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    units = {name.lower(): size for name, size in MEMORY_UNITS.items()}
+    if found is None or found[2].lower() not in units or float(found[1]) <= 0:
+        raise UsageError(f"memory {text!r}; a number above 0 with a unit is needed: 12GB ({', '.join(MEMORY_UNITS)})")
+    return float(found[1]) * units[found[2].lower()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,25 +20,23 @@ if TYPE_CHECKING:
     from autoprec.policy import Policy
     from autoprec.search.plan import SearchPlan
     from autoprec.search.study import TrialRecord
+    from autoprec.search.verification import Verification
     from autoprec.trials.outcome import Outcome
 
-__all__ = ["Progress", "forecast"]
+__all__ = ["ProofProgress", "Progress", "forecast", "print_margin"]
 
 
-class Progress(Events):
-    """Print what a search does; a context, so that the live line is always taken away."""
+class ProofProgress(Events):
+    """Print what a proof does; a context, so that the live line is always taken away."""
 
-    def __init__(self, console: Console, plan: SearchPlan) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._plan = plan
         self._status: Status | None = console.status("starting") if console.is_terminal else None
-        self._candidates: list[Candidate] = []
-        self._seconds: list[float] = []
         self._num_runs = 0
         self._num_done = 0
         self._started = time.monotonic()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         if self._status is not None:
             self._status.start()
         return self
@@ -51,6 +49,28 @@ class Progress(Events):
 
     def note(self, text: str) -> None:
         self._line(text)
+
+    def verification_planned(self, num_runs: int, num_done: int, num_steps: int) -> None:
+        self._num_runs, self._num_done = num_runs, num_done
+        if num_done < num_runs:
+            self._line(f"proof: {num_runs} runs of {num_steps} steps on unused seeds, {num_done} of them made before")
+
+    def verification_finished(self, arm: str, seed: int, outcome: Outcome) -> None:
+        self._num_done += 1
+        ending = f"accuracy {show_accuracy(outcome.accuracy)}" if outcome.is_ok else outcome.kind
+        self._line(f"[proof {self._num_done}/{self._num_runs}] {arm}, seed {seed}: {ending}")
+
+    def _line(self, text: str) -> None:
+        self._console.print(escape(text), soft_wrap=True)
+
+
+class Progress(ProofProgress):
+    """Print what a search does, its trials above all."""
+
+    def __init__(self, console: Console, plan: SearchPlan) -> None:
+        super().__init__(console)
+        self._plan = plan
+        self._candidates: list[Candidate] = []
 
     def resumed(self, records: Sequence[TrialRecord]) -> None:
         self._candidates = [_candidate(record) for record in records if record.is_feasible and not record.is_cached]
@@ -72,29 +92,15 @@ class Progress(Events):
         feasible = "" if record.is_feasible else " (infeasible)"
         self._candidates += [_candidate(record)] if record.is_feasible else []
         self._line(f"[{num_finished}/{n_trials}] {record.label}{feasible}: {numbers}; best so far {self._best()}")
-        self._seconds.append(outcome.wall_seconds)
         if record.arm == FP32:
             left = n_trials - num_finished
             self._line(f"time: {forecast(self._plan, num_trials=left, trial_seconds=outcome.wall_seconds)} from here")
-
-    def verification_planned(self, num_runs: int, num_done: int, num_steps: int) -> None:
-        self._num_runs, self._num_done = num_runs, num_done
-        if num_done < num_runs:
-            self._line(f"proof: {num_runs} runs of {num_steps} steps on unused seeds, {num_done} of them made before")
-
-    def verification_finished(self, arm: str, seed: int, outcome: Outcome) -> None:
-        self._num_done += 1
-        ending = f"accuracy {show_accuracy(outcome.accuracy)}" if outcome.is_ok else outcome.kind
-        self._line(f"[proof {self._num_done}/{self._num_runs}] {arm}, seed {seed}: {ending}")
 
     def _best(self) -> str:
         reference = next((c for c in self._candidates if c.name == FP32), None)
         if reference is None:
             return "-"
         return rank(self._candidates, reference, self._plan.settings.prefer)[0].name
-
-    def _line(self, text: str) -> None:
-        self._console.print(escape(text), soft_wrap=True)
 
     def _live(self, text: str) -> None:
         if self._status is not None:
@@ -104,6 +110,16 @@ class Progress(Events):
 
 def _candidate(record: TrialRecord) -> Candidate:
     return Candidate(record.label, record.policy, record.key, record.outcome)
+
+
+def print_margin(console: Console, verification: Verification) -> None:
+    """Print the margin beside what the proof could show, and the noise of FP32 against itself where it was run."""
+    provable, noise = verification.provable_margin, verification.noise
+    parts = [f"margin {verification.proof.margin:g}"]
+    parts += [] if provable is None else [f"the smallest margin this proof could show is {provable:.4f}"]
+    parts += [] if noise is None else [f"FP32 against itself differs by {noise:.4f} (standard deviation)"]
+    if len(parts) > 1:
+        console.print("; ".join(parts), soft_wrap=True)
 
 
 def forecast(plan: SearchPlan, *, num_trials: int | None = None, trial_seconds: float | None = None) -> str:

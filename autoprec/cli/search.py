@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoprec.cli.output import check_format, open_console
+from autoprec.cli.output import INCONCLUSIVE, INTERRUPTED, check_format, open_console, parse_memory
+from autoprec.cli.task_options import TaskOptions, takes_task
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-INCONCLUSIVE = 3
-INTERRUPTED = 130
-GROUPS = {"task": "Task", "study": "Search", "output": "Output"}
+GROUPS = {"study": "Search", "output": "Output"}
 
 
 def register(app: typer.Typer) -> None:
@@ -31,28 +30,20 @@ def _option(text: str, group: str, *names: str) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=GROUPS[group], show_default=True)
 
 
+@takes_task
 def _search(
-    model: Annotated[str, _option("A torchvision classification model.", "task", "--model")] = "resnet50",
-    weights: Annotated[str | None, _option("Start weights: DEFAULT or a file.", "task", "--weights")] = None,
-    data: Annotated[
-        str, _option("digits, mnist, cifar10:PATH, cifar100:PATH or imagefolder:PATH.", "task", "--data")
-    ] = "digits",
-    image_size: Annotated[int, _option("Pixels, in the trials.", "task", "--image-size")] = 32,
-    batch_size: Annotated[int, _option("Batch of the trials.", "task", "--batch-size")] = 32,
-    optimizer: Annotated[str, _option("adamw, adam or sgd.", "task", "--optimizer")] = "adamw",
-    lr: Annotated[float, _option("Learning rate.", "task", "--lr")] = 1e-3,
-    seed: Annotated[int, _option("Start weights, batch order and samples.", "task", "--seed")] = 0,
-    device: Annotated[str | None, _option("cpu or cuda; cuda where there is one.", "task", "--device")] = None,
-    gpu: Annotated[str, _option("Target of computed and predicted numbers.", "task", "--gpu")] = "a100",
-    target_image_size: Annotated[int, _option("Pixels of the real run.", "task", "--target-image-size")] = 224,
-    target_batch_size: Annotated[int, _option("Batch of the real run.", "task", "--target-batch-size")] = 128,
+    task: TaskOptions,
     n_trials: Annotated[int, _option("Finished trials in all, the proof not counted.", "study", "--n-trials")] = 12,
     sampler: Annotated[str, _option("tpe, nsga2, gp or random.", "study", "--sampler")] = "tpe",
     space: Annotated[str | None, _option("default, cnn, transformer or a TOML file.", "study", "--space")] = None,
     margin: Annotated[
         float | None, _option("Accuracy below FP32 that counts as equal; fixed before.", "study", "--margin")
     ] = None,
+    max_seeds: Annotated[int | None, _option("Seeds that the proof may use; 8.", "study", "--max-seeds")] = None,
     prefer: Annotated[str, _option("balanced, fastest or smallest.", "study", "--prefer")] = "balanced",
+    memory_budget: Annotated[
+        str | None, _option("Recommend nothing that needs more, such as 12GB.", "study", "--memory-budget")
+    ] = None,
     trial_timeout: Annotated[float, _option("Seconds after which a trial is ended.", "study", "--trial-timeout")] = 900,
     workers: Annotated[
         int | None,
@@ -68,25 +59,14 @@ def _search(
         "n_trials": n_trials,
         "sampler": sampler,
         "prefer": prefer,
+        "memory_budget_bytes": parse_memory(memory_budget),
         "space": space,
         "num_workers": workers,
         "storage": storage,
         "study_name": study_name,
         "output": output,
     }
-    task = {
-        "model": model,
-        "weights": weights,
-        "data": data,
-        "image_size": image_size,
-        "batch_size": batch_size,
-        "optimizer": optimizer,
-        "lr": lr,
-        "seed": seed,
-        "target_image_size": target_image_size,
-        "target_batch_size": target_batch_size,
-    }
-    plan = _prepare(task, device=device, gpu=gpu, seed=seed, margin=margin, settings=settings)
+    plan = _prepare(task, margin=margin, max_seeds=max_seeds, settings=settings)
     try:
         result = _run(plan, trial_timeout=trial_timeout, to_stderr=format == "json")
     except KeyboardInterrupt:
@@ -96,19 +76,13 @@ def _search(
     raise typer.Exit(0 if result.is_conclusive else INCONCLUSIVE)
 
 
-def _prepare(
-    task: dict[str, Any], *, device: str | None, gpu: str, seed: int, margin: float | None, settings: dict[str, Any]
-) -> SearchPlan:
-    from autoprec.estimates.gpus import gpu_by_name
-    from autoprec.search.plan import SearchSettings, prepare_search, resolve_device
-    from autoprec.search.verification import Proof
-    from autoprec.tasks.source import TaskSource
-    from autoprec.trials.outcome import TrialSettings
+def _prepare(task: TaskOptions, *, margin: float | None, max_seeds: int | None, settings: dict[str, Any]) -> SearchPlan:
+    from autoprec.search.plan import SearchSettings, prepare_search
+    from autoprec.search.verification import build_proof
 
-    trial = TrialSettings(seed=seed, device=resolve_device(device), gpu=gpu_by_name(gpu).name)
-    proof = Proof() if margin is None else Proof(margin=margin)
-    search = SearchSettings(proof=proof, **settings)
-    return prepare_search(TaskSource("vision", task).build(), trial=trial, settings=search)
+    trial = task.trial_settings()
+    search = SearchSettings(proof=build_proof(margin, max_seeds), **settings)
+    return prepare_search(task.build_task(), trial=trial, settings=search)
 
 
 def _run(plan: SearchPlan, *, trial_timeout: float, to_stderr: bool) -> SearchResult:
@@ -159,6 +133,7 @@ def _report(result: SearchResult, *, format: str) -> None:
 
     from rich.markup import escape
 
+    from autoprec.cli.progress import print_margin
     from autoprec.report.tables import comparison_table
     from autoprec.search.export import arm_evidence
 
@@ -184,11 +159,6 @@ def _report(result: SearchResult, *, format: str) -> None:
         return
     console = open_console()
     console.print(comparison_table(arms, title=f"{result.plan.task.name} on {result.plan.target}"))
-    provable = result.verification.provable_margin
-    if provable is not None:
-        console.print(
-            f"margin {result.verification.proof.margin:g}; the smallest margin this proof could show is {provable:.4f}",
-            soft_wrap=True,
-        )
+    print_margin(console, result.verification)
     console.print(escape(result.choice.sentence), soft_wrap=True)
     console.print(escape(f"written: {', '.join(files)}"), soft_wrap=True)

@@ -98,10 +98,15 @@ class ModelInfo(FrozenModel):
 
 
 class ArmEvidence(FrozenModel):
-    """The numbers of one arm (a baseline or the policy); None where nothing was obtained."""
+    """The numbers of one arm (a baseline or the policy); None where nothing was obtained.
+
+    The ratios are over FP32's; they have an interval where they were measured in pairs.
+    """
 
     peak_memory_bytes: Number | None = None
     throughput_samples_per_second: Number | None = None
+    memory_ratio: Number | None = None
+    throughput_ratio: Number | None = None
     accuracy: Number | None = None
     eval_loss: Number | None = None
     note: str = Field(default="", max_length=2_000)
@@ -120,16 +125,24 @@ class UnitEvidence(FrozenModel):
 
 
 class VerificationEvidence(FrozenModel):
-    """What the proof did: paired runs on unused seeds against FP32. Margins are in units of the metric."""
+    """What the proof did: paired runs on unused seeds against FP32. Margins are in units of the metric.
+
+    `noise` is the standard deviation of the metric between FP32 and itself from weights moved by a rounding error.
+    """
 
     num_seeds: int = Field(ge=0)
     num_steps: int = Field(ge=0)
     margin: float
     provable_margin: float | None = None
+    loss_margin: float | None = None
+    noise: float | None = None
     verdicts: dict[str, str] = Field(default_factory=dict)
 
 
 class Evidence(FrozenModel):
+    """What stands behind a policy; `arm` names the one among `arms` that is this policy."""
+
+    arm: str = Field(default="", max_length=500)
     arms: dict[str, ArmEvidence] = Field(default_factory=dict)
     units: dict[str, UnitEvidence] = Field(default_factory=dict)
     verification: VerificationEvidence | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoprec.policy import Number
 
-__all__ = ["show_bytes", "show_throughput", "show_accuracy", "show_ratio", "show_duration"]
+__all__ = ["show_bytes", "show_throughput", "show_accuracy", "show_ratio", "show_ratio_number", "show_duration"]
 
 
 def show_bytes(number: Number | None) -> str:
@@ -29,6 +29,14 @@ def show_ratio(number: Number | None, reference: Number | None) -> str:
     if number is None or reference is None or reference.value <= 0:
         return ""
     return f"{number.value / reference.value:.2f}x"
+
+
+def show_ratio_number(ratio: Number | None) -> str:
+    """Return "0.53x", with its interval where it has one, or "" where there is none."""
+    if ratio is None:
+        return ""
+    interval = "" if ratio.low is None or ratio.high is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
+    return f"{ratio.value:.2f}x{interval}"
 
 
 def show_duration(seconds: float) -> str:

@@ -9,15 +9,17 @@ from rich.table import Table
 from rich.tree import Tree
 
 from autoprec.policy import ArmEvidence, Number, Policy
-from autoprec.report.quantities import show_accuracy, show_bytes, show_ratio, show_throughput
+from autoprec.report.quantities import show_accuracy, show_bytes, show_ratio, show_ratio_number, show_throughput
+from autoprec.search.gate import Gate
 
-__all__ = ["comparison_table", "unit_tree", "evidence_lines"]
+__all__ = ["comparison_table", "unit_tree", "evidence_lines", "gate_lines"]
 
-ROWS: tuple[tuple[str, str, Callable[[Number | None], str]], ...] = (
-    ("peak memory", "peak_memory_bytes", show_bytes),
-    ("throughput", "throughput_samples_per_second", show_throughput),
-    ("accuracy (proof)", "accuracy", show_accuracy),
+ROWS: tuple[tuple[str, str, str, Callable[[Number | None], str]], ...] = (
+    ("peak memory", "peak_memory_bytes", "memory_ratio", show_bytes),
+    ("throughput", "throughput_samples_per_second", "throughput_ratio", show_throughput),
+    ("accuracy (proof)", "accuracy", "", show_accuracy),
 )
+"""Label, field, the field of its ratio where the evidence has one, how it is shown."""
 
 
 def comparison_table(arms: Mapping[str, ArmEvidence], *, reference: str = "fp32", title: str | None = None) -> Table:
@@ -27,11 +29,13 @@ def comparison_table(arms: Mapping[str, ArmEvidence], *, reference: str = "fp32"
     for name in arms:
         table.add_column(escape(name), justify="right")
     base = arms.get(reference)
-    for label, field, show in ROWS:
+    for label, field, ratio_field, show in ROWS:
         cells = []
         for evidence in arms.values():
             number: Number | None = getattr(evidence, field)
-            ratio = show_ratio(number, None if base is None else getattr(base, field))
+            ratio = show_ratio_number(getattr(evidence, ratio_field, None)) or show_ratio(
+                number, None if base is None else getattr(base, field)
+            )
             kind = "" if number is None else number.kind
             cells.append("\n".join(part for part in (f"{show(number)} {ratio}".strip(), kind) if part))
         table.add_row(label, *cells)
@@ -86,3 +90,14 @@ def evidence_lines(policy: Policy) -> list[str]:
         provable = "" if proof.provable_margin is None else f", smallest provable margin {proof.provable_margin:.3f}"
         lines.append(f"proof: {proof.num_seeds} seeds of {proof.num_steps} steps, margin {proof.margin:g}{provable}")
     return lines
+
+
+def gate_lines(gate: Gate) -> list[str]:
+    """Return what a file promises beside what was found, one promise a line, unescaped."""
+    shown = {"peak memory": show_bytes, "throughput over FP32": show_ratio_number, "accuracy": show_accuracy}
+    lines = [
+        f"{'BEHIND' if c.behind else 'kept'}: {c.what} {shown[c.what](c.found)}, the file says "
+        f"{shown[c.what](c.promised)} ({c.found.kind}; {c.allowed} allowed)"
+        for c in gate.comparisons
+    ]
+    return [*lines, *(f"not compared: {note}" for note in gate.notes)]

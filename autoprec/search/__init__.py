@@ -2,5 +2,15 @@
 
 from autoprec.search.pipeline import SearchResult, run_search, search_policy
 from autoprec.search.plan import SearchPlan, SearchSettings, prepare_search
+from autoprec.search.policy_proof import PolicyProof, verify_policy
 
-__all__ = ["search_policy", "prepare_search", "run_search", "SearchSettings", "SearchPlan", "SearchResult"]
+__all__ = [
+    "search_policy",
+    "verify_policy",
+    "PolicyProof",
+    "prepare_search",
+    "run_search",
+    "SearchSettings",
+    "SearchPlan",
+    "SearchResult",
+]

@@ -1,11 +1,9 @@
-"""The files of a search: policy.json with its evidence, front.json with the whole front. No path, host or user."""
+"""policy.json: the recommended policy with its evidence. No path, host or user."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from autoprec.policy import (
     ArmEvidence,
@@ -16,17 +14,24 @@ from autoprec.policy import (
     Recommendation,
     UnitEvidence,
     VerificationEvidence,
+    resolve_precisions,
 )
 from autoprec.search.arms import FP32
-from autoprec.search.fingerprint import versions
+from autoprec.search.fingerprint import Identity, versions
 from autoprec.search.plan import SearchPlan
-from autoprec.search.recommendation import PREFERENCES, Candidate, Choice, rank
+from autoprec.search.recommendation import Candidate, Choice
 from autoprec.search.statistics import interval
-from autoprec.search.study import OBJECTIVES, TrialRecord
 from autoprec.search.verification import Verification
-from autoprec.trials.outcome import Outcome
+from autoprec.trials.outcome import Outcome, TrialSettings
 
-__all__ = ["exported_policy", "front_document", "arm_evidence", "to_json"]
+__all__ = [
+    "exported_policy",
+    "rechosen_policy",
+    "arm_evidence",
+    "proof_means",
+    "verification_evidence",
+    "build_provenance",
+]
 
 
 def exported_policy(
@@ -35,39 +40,95 @@ def exported_policy(
     """Return the recommended policy with model, evidence, provenance and recommendation."""
     return choice.policy.replace(
         model=plan.model,
-        recommendation=Recommendation(
-            choice=choice.kind, sentence=choice.sentence, provisional=choice.provisional, prefer=choice.prefer
-        ),
+        recommendation=_recommendation(choice),
         evidence=Evidence(
+            arm=choice.name,
             arms=arm_evidence(candidates, verification),
             units=_unit_evidence(plan, choice),
-            verification=VerificationEvidence(
-                num_seeds=verification.num_seeds,
-                num_steps=verification.proof.num_steps,
-                margin=verification.proof.margin,
-                provable_margin=verification.provable_margin,
-                verdicts={name: verdict.kind for name, verdict in verification.verdicts.items()},
-            ),
+            verification=verification_evidence(verification),
         ),
-        provenance=_provenance(plan),
+        provenance=build_provenance(
+            plan.trial,
+            identity=plan.identity,
+            task=plan.task.name,
+            study_name=plan.study_name,
+            target=plan.target,
+            target_is_here=plan.target_is_here,
+        ),
+    )
+
+
+def rechosen_policy(exported: Policy, choice: Choice) -> Policy:
+    """Return what was chosen again, with model, evidence and provenance of the policy that the search exported."""
+    evidence = exported.evidence or Evidence()
+    parents = {name: name.rpartition(".")[0] or None for name in evidence.units}
+    for name in [prefix for unit in evidence.units for prefix in _above(unit)]:
+        parents.setdefault(name, name.rpartition(".")[0] or None)
+    precisions, _ = resolve_precisions(choice.policy, dict(sorted(parents.items(), key=lambda item: len(item[0]))))
+    units = {
+        name: unit.model_copy(update={"precision": precisions[name], "reason": _reason(unit, choice)})
+        for name, unit in evidence.units.items()
+    }
+    return choice.policy.replace(
+        model=exported.model,
+        recommendation=_recommendation(choice),
+        evidence=evidence.model_copy(update={"arm": choice.name, "units": units}),
+        provenance=exported.provenance,
+    )
+
+
+def _above(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _reason(unit: UnitEvidence, choice: Choice) -> str:
+    return unit.reason if unit.reason.startswith("pinned") else f"recommended: {choice.name}"
+
+
+def _recommendation(choice: Choice) -> Recommendation:
+    return Recommendation(
+        choice=choice.kind, sentence=choice.sentence[:2_000], provisional=choice.provisional, prefer=choice.prefer
+    )
+
+
+def verification_evidence(verification: Verification) -> VerificationEvidence:
+    return VerificationEvidence(
+        num_seeds=verification.num_seeds,
+        num_steps=verification.proof.num_steps,
+        margin=verification.proof.margin,
+        provable_margin=verification.provable_margin,
+        loss_margin=verification.proof.loss_margin,
+        noise=verification.noise,
+        verdicts={name: verdict.kind for name, verdict in verification.verdicts.items()},
     )
 
 
 def arm_evidence(candidates: Sequence[Candidate], verification: Verification) -> dict[str, ArmEvidence]:
     """Return each arm's memory and throughput from its trial, accuracy and loss as means over the proof's seeds."""
-    return {c.name: _evidence(c, verification) for c in candidates}
+    reference = next(c for c in candidates if c.name == FP32)
+    return {c.name: _evidence(c, reference, verification) for c in candidates}
 
 
-def _evidence(candidate: Candidate, verification: Verification) -> ArmEvidence:
-    runs = list(verification.outcomes.get(candidate.name, {}).values())
+def _evidence(candidate: Candidate, reference: Candidate, verification: Verification) -> ArmEvidence:
+    means = proof_means(verification.outcomes.get(candidate.name, {}))
     verdict = verification.verdicts.get(candidate.name)
+    ratios = candidate.ratios(reference)
     return ArmEvidence(
         peak_memory_bytes=candidate.outcome.peak_memory_bytes,
         throughput_samples_per_second=candidate.outcome.throughput_samples_per_second,
-        accuracy=_mean([run.accuracy for run in runs]),
-        eval_loss=_mean([run.eval_loss for run in runs]),
-        note="not verified" if verdict is None else f"{verdict.kind}: {verdict.reason}",
+        memory_ratio=ratios.memory,
+        throughput_ratio=ratios.throughput,
+        accuracy=means.get("accuracy"),
+        eval_loss=means.get("eval_loss"),
+        note="not verified" if verdict is None else f"{verdict.kind}: {verdict.reason}"[:2_000],
     )
+
+
+def proof_means(runs: Mapping[int, Outcome]) -> dict[str, Number]:
+    """Return accuracy and loss over the seeds of a proof, those that every run gave."""
+    means = {name: _mean([getattr(run, name) for run in runs.values()]) for name in ("accuracy", "eval_loss")}
+    return {name: mean for name, mean in means.items() if mean is not None}
 
 
 def _mean(numbers: Sequence[Number | None]) -> Number | None:
@@ -95,53 +156,18 @@ def _unit_evidence(plan: SearchPlan, choice: Choice) -> dict[str, UnitEvidence]:
     return found
 
 
-def _provenance(plan: SearchPlan) -> Provenance:
+def build_provenance(
+    trial: TrialSettings, *, identity: Identity, task: str, study_name: str, target: str, target_is_here: bool
+) -> Provenance:
+    """Say where numbers come from: device or target, versions, settings."""
     return Provenance(
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         versions=versions(),
-        device_type=plan.trial.device.partition(":")[0],
-        device_name=plan.target if plan.target_is_here else None,
-        target_gpu=None if plan.target_is_here else plan.trial.gpu,
-        emulated=not plan.target_is_here,
-        task=plan.task.name,
-        study_name=plan.study_name,
-        settings={k: v for k, v in plan.identity.items() if isinstance(v, bool | int | float | str) or v is None},
+        device_type=trial.device.partition(":")[0],
+        device_name=target if target_is_here else None,
+        target_gpu=None if target_is_here else trial.gpu,
+        emulated=not target_is_here,
+        task=task,
+        study_name=study_name,
+        settings={k: v for k, v in identity.items() if isinstance(v, bool | int | float | str) or v is None},
     )
-
-
-def front_document(
-    plan: SearchPlan, front: Sequence[TrialRecord], records: Sequence[TrialRecord], choice: Choice
-) -> dict[str, Any]:
-    """Return the Pareto front as JSON data: each policy with its numbers and kinds, and a pick for each preference."""
-    fp32 = next(record for record in records if record.arm == FP32)
-    reference = Candidate(FP32, fp32.policy, fp32.key, fp32.outcome)
-    members = [Candidate(record.label, record.policy, record.key, record.outcome) for record in front]
-    picks = {prefer: rank(members, reference, prefer)[0].name for prefer in PREFERENCES} if members else {}
-    return {
-        "schema_version": 1,
-        "study_name": plan.study_name,
-        "objectives": dict(OBJECTIVES),
-        "target": plan.target,
-        "recommended": choice.name,
-        "picks": picks,
-        "front": [_front_member(record) for record in front],
-    }
-
-
-def _front_member(record: TrialRecord) -> dict[str, Any]:
-    return {
-        "trial": record.number,
-        "name": record.label,
-        "numbers": _numbers(record.outcome),
-        "policy": record.policy.model_dump(mode="json", exclude_none=True),
-    }
-
-
-def _numbers(outcome: Outcome) -> Mapping[str, Any]:
-    names = (*OBJECTIVES, "eval_loss")
-    found = {name: getattr(outcome, name) for name in names}
-    return {name: n.model_dump(mode="json", exclude_none=True) for name, n in found.items() if n is not None}
-
-
-def to_json(document: Mapping[str, Any]) -> str:
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"

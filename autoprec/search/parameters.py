@@ -92,14 +92,26 @@ class Parameters:
             optimizer=self._optimizer(values),
         )
 
+    def precision(self, policy: Policy, decision: Decision) -> Precision:
+        """Return the precision that a policy of this study gives to a decision."""
+        name = next(iter(decision.units))
+        return policy.modules.get(name, self._inherited(name, policy.default))
+
+    def with_autocast(self, policy: Policy, decision: Decision) -> Policy:
+        """Return the policy with one decision left to autocast."""
+        modules = {name: choice for name, choice in policy.modules.items() if name not in decision.units}
+        changed: dict[str, Precision] = {
+            name: "autocast" for name in decision.units if self._inherited(name, policy.default) != "autocast"
+        }
+        return policy.replace(modules=modules | changed)
+
     def key(self, policy: Policy) -> str:
         """Hash what makes two policies of this study different in effect."""
         chosen = {d.name: self._effective(d, policy) for d in self.decisions}
         return policy_key(policy, chosen)
 
     def _effective(self, decision: Decision, policy: Policy) -> str:
-        name = next(iter(decision.units))
-        choice = policy.modules.get(name, self._inherited(name, policy.default))
+        choice = self.precision(policy, decision)
         same = matches_any(decision.lead_type, AUTOCAST_HALF_TYPES) and all(
             matches_any(kind, (*AUTOCAST_HALF_TYPES, *self.followers)) for kind in decision.units.values()
         )

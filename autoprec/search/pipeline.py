@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from autoprec.estimates.gpus import gpu_by_name
 from autoprec.policy import Policy, load_policy, write_atomically
 from autoprec.search.arms import FP32
 from autoprec.search.events import Events
-from autoprec.search.export import exported_policy, front_document, to_json
+from autoprec.search.export import exported_policy, proof_means
+from autoprec.search.front import build_front
 from autoprec.search.lookahead import Measure
 from autoprec.search.measuring import open_measure
 from autoprec.search.plan import MAX_FINALISTS, SearchPlan, SearchSettings, prepare_search, resolve_device
-from autoprec.search.recommendation import Candidate, Choice, choose, gain, rank
+from autoprec.search.recommendation import PREFERENCES, Candidate, Choice, Prefer, choose, order_of, rank
+from autoprec.search.revert import give_back, savings
 from autoprec.search.runner import run_trials
 from autoprec.search.samplers import build_sampler, quiet_optuna
 from autoprec.search.storage import alone, open_storage, sqlite_url
@@ -26,9 +28,13 @@ from autoprec.search.study import SearchStudy, TrialRecord, open_study
 from autoprec.search.verification import Contender, RunStore, Verification, verify
 from autoprec.tasks.batches import count_samples, open_batches
 from autoprec.tasks.protocol import Task
+from autoprec.trials.isolation import isolated
 from autoprec.trials.outcome import TrialSettings
+from autoprec.trials.target import TargetFigures, estimate_figures
 
-__all__ = ["SearchResult", "run_search", "search_policy"]
+__all__ = ["SearchResult", "metric_resolution", "run_search", "search_policy", "with_ratios"]
+
+SAVINGS_PREFIX = "autoprec:savings:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +112,12 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
                 settings=plan.trial,
                 events=events,
             )
-            verification = _prove(plan, study, measure, events)
+            candidates, verification = _prove(plan, study, measure, events)
         except KeyboardInterrupt:
             if study.fp32 is not None:
-                _finish(plan, study, verification)
+                _finish(plan, study, candidates_of(study, plan), verification)
             raise
-        return _finish(plan, study, verification)
+        return _finish(plan, study, candidates, verification)
 
 
 def _open(plan: SearchPlan, storage: RDBStorage) -> SearchStudy:
@@ -140,59 +146,164 @@ def _check_folder(plan: SearchPlan) -> None:
 def candidates_of(study: SearchStudy, plan: SearchPlan) -> list[Candidate]:
     """Return the baselines, then the found policies that are better than each of them by their own numbers.
 
-    Of found policies with the same precisions only the first stands.
+    At most `MAX_FINALISTS` for the preference that was asked for and the best for each other one, so that a choice can
+    be made again. Of found policies with the same precisions only the first stands.
     """
+    settings = plan.settings
     records = [record for record in study.records if not record.is_cached]
     baselines = [_candidate(r) for r in records if r.arm in {arm.name for arm in plan.arms if arm.is_baseline}]
-    reference = next(c for c in baselines if c.name == FP32)
-    usable = [c for c in baselines if c.outcome.is_ok]
     found = [_candidate(r) for r in records if r.is_feasible and _candidate(r).is_found]
-    ranked = rank([*usable, *found], reference, plan.settings.prefer)
+    found = [c for c in found if c.fits(settings.memory_budget_bytes)]
+    finalists = _finalists(baselines, found, settings.prefer)[:MAX_FINALISTS]
+    for other in PREFERENCES:
+        finalists += [c for c in _finalists(baselines, found, other)[:1] if c not in finalists]
+    return [*baselines, *finalists]
+
+
+def _finalists(baselines: Sequence[Candidate], found: Sequence[Candidate], prefer: Prefer) -> list[Candidate]:
+    reference = next(c for c in baselines if c.name == FP32)
+    ranked = rank([*(c for c in baselines if c.outcome.is_ok), *found], reference, prefer)
     better = ranked[: next(i for i, c in enumerate(ranked) if not c.is_found)]
-    finalists = {(c.policy.default, tuple(c.policy.modules.items())): c for c in reversed(better)}
-    return [*baselines, *[c for c in better if c in finalists.values()][:MAX_FINALISTS]]
+    first = {(c.policy.default, tuple(c.policy.modules.items())): c for c in reversed(better)}
+    return [c for c in better if c in first.values()]
 
 
 def _candidate(record: TrialRecord) -> Candidate:
     return Candidate(record.label, record.policy, record.key, record.outcome)
 
 
-def _prove(plan: SearchPlan, study: SearchStudy, measure: Measure, events: Events) -> Verification:
+def _prove(
+    plan: SearchPlan, study: SearchStudy, measure: Measure, events: Events
+) -> tuple[list[Candidate], Verification]:
+    """Return the arms of the proof, with what the revert pass added, and their verification."""
     candidates = candidates_of(study, plan)
-    reference = next(c for c in candidates if c.name == FP32)
-    return verify(
-        [Contender(c.name, c.policy, c.key) for c in candidates if c.outcome.is_ok],
-        measure,
-        proof=plan.settings.proof,
-        trial_settings=plan.trial,
-        store=RunStore(study.study),
-        gains={c.name: gain(c, reference, plan.settings.prefer) for c in candidates if c.outcome.is_ok},
-        resolution=_resolution(plan),
-        events=events,
+    prove = _Prover(plan, study, measure, events)
+    order = order_of(candidates, plan.settings.prefer, plan.settings.memory_budget_bytes)
+    verification = prove([c for c in candidates if c.outcome.is_ok], order)
+    candidates = with_ratios(candidates, verification)
+    return _revert(plan, study, prove, candidates, verification)
+
+
+class _Prover:
+    """Proves arms on the seeds of the study's proof."""
+
+    def __init__(self, plan: SearchPlan, study: SearchStudy, measure: Measure, events: Events) -> None:
+        self._plan, self._measure, self._events = plan, measure, events
+        self._store = RunStore(study.study)
+        self._resolution = metric_resolution(plan.task)
+
+    def __call__(self, candidates: Sequence[Candidate], order: Sequence[str]) -> Verification:
+        return verify(
+            [Contender(c.name, c.policy, c.key) for c in candidates],
+            self._measure,
+            proof=self._plan.settings.proof,
+            trial_settings=self._plan.trial,
+            store=self._store,
+            order=order,
+            resolution=self._resolution,
+            events=self._events,
+        )
+
+
+def with_ratios(candidates: Sequence[Candidate], verification: Verification) -> list[Candidate]:
+    """Give each candidate the ratios that were measured in the pairs of the proof."""
+    return [replace(c, paired=verification.ratios(c.name)) for c in candidates]
+
+
+def _revert(
+    plan: SearchPlan,
+    study: SearchStudy,
+    prover: _Prover,
+    candidates: list[Candidate],
+    verification: Verification,
+) -> tuple[list[Candidate], Verification]:
+    """Give back what the winner keeps in FP32 for nothing; the arms that were tried join the others."""
+    choice = _choose(plan, candidates, verification)
+    if choice.kind != "policy":
+        return candidates, verification
+    by_name = {c.name: c for c in candidates}
+    winner, reference = by_name[choice.name], by_name[FP32]
+
+    def prove(name: str, policy: Policy) -> tuple[Candidate, Verification]:
+        arm = Candidate(name, policy, study.parameters.key(policy), reference.outcome)
+        found = prover([reference, arm], [FP32])  # behind FP32 in the order: the first look alone
+        outcome = next(iter(found.outcomes[name].values()))
+        return replace(arm, outcome=outcome, paired=found.ratios(name)), found
+
+    reverted = give_back(
+        winner,
+        reference,
+        saved=_savings(plan, study, winner),
+        parameters=study.parameters,
+        prefer=plan.settings.prefer,
+        prove=prove,
     )
+    for arm, found in reverted.tried:
+        candidates = [*candidates, arm]
+        verification = replace(
+            verification,
+            verdicts={**verification.verdicts, arm.name: found.verdicts[arm.name]},
+            outcomes={**verification.outcomes, arm.name: found.outcomes[arm.name]},
+        )
+    return candidates, verification
 
 
-def _resolution(plan: SearchPlan) -> float:
+def _savings(plan: SearchPlan, study: SearchStudy, winner: Candidate) -> dict[str, float]:
+    """Return what giving back each group would save; kept in the study, so that it is computed once."""
+    attribute = f"{SAVINGS_PREFIX}{winner.key}"
+    known = study.study.user_attrs.get(attribute)
+    if known is None:
+
+        def estimate(policy: Policy) -> TargetFigures:
+            with isolated():
+                return estimate_figures(plan.task, policy, plan.trial)
+
+        known = savings(winner.policy, study.parameters, estimate, with_time=plan.target_is_here)
+        study.study.set_user_attr(attribute, known)
+    return dict(known)
+
+
+def metric_resolution(task: Task) -> float:
     """Return the smallest step of an accuracy: one sample of the held-out data; 0 for another metric."""
-    if plan.task.metric is None or plan.task.metric_name != "accuracy":
+    if task.metric is None or task.metric_name != "accuracy":
         return 0.0
-    count = plan.task.num_samples or count_samples
-    return 1.0 / max(1, sum(count(batch) for batch in open_batches(plan.task.eval_batches, name="held-out")))
+    count = task.num_samples or count_samples
+    return 1.0 / max(1, sum(count(batch) for batch in open_batches(task.eval_batches, name="held-out")))
 
 
-def _finish(plan: SearchPlan, study: SearchStudy, verification: Verification) -> SearchResult:
-    candidates = candidates_of(study, plan)
-    choice = choose(
+def _choose(plan: SearchPlan, candidates: Sequence[Candidate], verification: Verification) -> Choice:
+    return choose(
         candidates,
         verification,
         prefer=plan.settings.prefer,
         target=plan.target,
         target_is_here=plan.target_is_here,
+        memory_budget_bytes=plan.settings.memory_budget_bytes,
     )
+
+
+def _finish(
+    plan: SearchPlan, study: SearchStudy, candidates: Sequence[Candidate], verification: Verification
+) -> SearchResult:
+    choice = _choose(plan, candidates, verification)
     policy = exported_policy(plan, choice, candidates, verification)
     records = study.records
+    front = study.front()
+    arms = {c.name for c in candidates}
+    document = build_front(
+        [*candidates, *(_candidate(record) for record in front if record.label not in arms)],
+        verification,
+        choice,
+        study_name=plan.study_name,
+        task=plan.task.name,
+        target=plan.target,
+        target_is_here=plan.target_is_here,
+        trials={record.label: record.number for record in records if not record.is_cached},
+        on_front=frozenset(record.label for record in front),
+        means={name: proof_means(runs) for name, runs in verification.outcomes.items()},
+    )
     policy.save(plan.folder / "policy.json")
-    write_atomically(plan.folder / "front.json", to_json(front_document(plan, study.front(), records, choice)))
+    write_atomically(plan.folder / "front.json", document.to_json())
     return SearchResult(
         plan=plan,
         choice=choice,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import time
@@ -23,7 +24,7 @@ from autoprec.search.decision import Decision
 from autoprec.search.decisions import build_decisions
 from autoprec.search.fingerprint import Identity, identity_hash, study_identity, versions
 from autoprec.search.parameters import Parameters, build_parameters
-from autoprec.search.recommendation import PREFERENCES, Prefer
+from autoprec.search.recommendation import Prefer, as_preference
 from autoprec.search.samplers import SAMPLERS
 from autoprec.search.space import SearchSpace, choose_space, load_space
 from autoprec.search.study import Limits
@@ -39,7 +40,15 @@ if TYPE_CHECKING:
 
     from autoprec.tasks.protocol import Task
 
-__all__ = ["SearchSettings", "SearchPlan", "prepare_search", "resolve_device"]
+__all__ = [
+    "SearchSettings",
+    "SearchPlan",
+    "file_name",
+    "prepare_search",
+    "resolve_device",
+    "target_of",
+    "task_identity",
+]
 
 MAX_FINALISTS = 2
 EMULATION_FACTOR = 1.4
@@ -54,7 +63,8 @@ class SearchSettings:
     Attributes:
         n_trials: finished trials in all, baselines and warm starts included, the proof's runs not.
         sampler: "tpe", "nsga2", "gp" or "random".
-        prefer: what the recommendation weighs: "balanced", "fastest" or "smallest".
+        prefer: what the recommendation weighs: "balanced", "fastest" or "smallest"; no part of the study's identity.
+        memory_budget_bytes: what uses more is not recommended; no part of the study's identity.
         space: name of a built-in search space or a TOML file; None chooses by the model's structure.
         num_workers: trials at once on a CPU, where no time is measured; None takes `default_num_workers`.
         storage: an Optuna database URL; None takes `study.db` in the output folder.
@@ -67,6 +77,7 @@ class SearchSettings:
     n_trials: int = 12
     sampler: str = "tpe"
     prefer: Prefer = "balanced"
+    memory_budget_bytes: float | None = None
     space: str | Path | None = None
     num_workers: int | None = None
     storage: str | None = None
@@ -80,14 +91,12 @@ class SearchSettings:
             raise UsageError(f"n_trials is {self.n_trials}; at least 1")
         if self.num_workers is not None and self.num_workers < 1:
             raise UsageError(f"num_workers is {self.num_workers}; at least 1")
-        for name, value, allowed in (
-            ("sampler", self.sampler, SAMPLERS),
-            ("prefer", self.prefer, PREFERENCES),
-        ):
-            if value not in allowed:
-                raise UsageError(f"{name} {value!r}; allowed: {', '.join(allowed)}{did_you_mean(value, allowed)}")
-        if not 0 < self.proof.margin < float("inf"):
-            raise UsageError(f"margin is {self.proof.margin}; a positive number in units of the metric is needed")
+        if self.sampler not in SAMPLERS:
+            nearest = did_you_mean(self.sampler, SAMPLERS)
+            raise UsageError(f"sampler {self.sampler!r}; allowed: {', '.join(SAMPLERS)}{nearest}")
+        as_preference(self.prefer)
+        if self.memory_budget_bytes is not None and not 0 < self.memory_budget_bytes < float("inf"):
+            raise UsageError(f"memory_budget_bytes is {self.memory_budget_bytes}; a positive number is needed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +152,7 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         raise TaskError(f"task {task.name!r} has 0 training batches")
     units = find_units(model, run=lambda module: task.loss(module, batch))
     space = _space(settings, units)
-    here = torch.device(trial.device).type == "cuda"
+    target, here = target_of(trial)
     native_bf16 = _has_native_bf16(trial, here=here)
     parameters = build_parameters(
         build_decisions(units, space, model, composites=units.composites),
@@ -154,16 +163,16 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
     )
     info = describe_model(read_structure(model), task.name)
     identity = study_identity(
-        task=_task_identity(task),
+        task=task_identity(task),
         trial=trial.model_dump(mode="json"),
         model=content_hash(info.model_dump_json()),
         space=content_hash(space.model_dump_json()),
         sampler=settings.sampler,
-        limits={name: getattr(settings.limits, name) for name in ("max_loss_gap", "max_skip_rate")},
-        proof={name: getattr(settings.proof, name) for name in ("margin", "looks", "num_steps", "alpha")},
+        limits=dataclasses.asdict(settings.limits),
+        proof=dataclasses.asdict(settings.proof),
         versions=versions(),
     )
-    name = settings.study_name or f"{_file_name(task.name)}-{identity_hash(identity)}"
+    name = settings.study_name or f"{file_name(task.name)}-{identity_hash(identity)}"
     return SearchPlan(
         task=task,
         trial=trial,
@@ -174,8 +183,8 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         model=info,
         identity=identity,
         study_name=name,
-        folder=settings.output or Path("runs") / _file_name(name),
-        target=torch.cuda.get_device_name(trial.device) if here else gpu_by_name(trial.gpu).product,
+        folder=settings.output or Path("runs") / file_name(name),
+        target=target,
         target_is_here=here,
         step_seconds=_time_step(task, model, batch),
         num_workers=_num_workers(task, trial, settings),
@@ -217,6 +226,13 @@ def _num_workers(task: Task, trial: TrialSettings, settings: SearchSettings) -> 
     return settings.num_workers
 
 
+def target_of(trial: TrialSettings) -> tuple[str, bool]:
+    """Return the name of the device that memory and throughput are for, and whether it is this machine's."""
+    if torch.device(trial.device).type == "cuda":
+        return torch.cuda.get_device_name(trial.device), True
+    return gpu_by_name(trial.gpu).product, False
+
+
 def _time_step(task: Task, model: nn.Module, batch: Any) -> float:
     """Time one forward and backward in FP32; the model is not used again."""
     started = time.perf_counter()
@@ -250,7 +266,8 @@ def _optimizer_defaults(task: Task) -> dict[str, Any]:
     }
 
 
-def _task_identity(task: Task) -> dict[str, Any]:
+def task_identity(task: Task) -> dict[str, Any]:
+    """Return what decides a task's numbers, as JSON values."""
     return {
         "name": task.name,
         "settings": dict(task.settings),
@@ -275,5 +292,6 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) or value is None else type(value).__name__
 
 
-def _file_name(name: str) -> str:
+def file_name(name: str) -> str:
+    """Return a task's name as a part of a file's."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:100] or "task"

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from autoprec.policy import Policy
+from autoprec.errors import UsageError, did_you_mean
+from autoprec.estimates import RATIO_ERROR
+from autoprec.policy import Number, Policy
 from autoprec.search.arms import AUTOCAST_BF16, AUTOCAST_FP16, BASELINES, FP32
+from autoprec.search.ratios import NO_RATIOS, Ratios, counted, outcome_ratios
 from autoprec.search.verification import MIN_GAIN, Verdict, Verification, better_but_open
 from autoprec.trials.outcome import Outcome
 
-__all__ = ["Prefer", "PREFERENCES", "Candidate", "Choice", "rank", "choose", "gain"]
+__all__ = ["Prefer", "PREFERENCES", "Candidate", "Choice", "as_preference", "rank", "order_of", "choose", "gain"]
 
 Prefer = Literal["balanced", "fastest", "smallest"]
 PREFERENCES: tuple[Prefer, ...] = get_args(Prefer)
@@ -20,14 +23,30 @@ SIMPLICITY = (FP32, AUTOCAST_BF16, AUTOCAST_FP16)
 """From the simplest: FP32; BF16, which needs no grad scaler; FP16; then any found policy."""
 
 
+def as_preference(name: str) -> Prefer:
+    """Return the preference of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    for prefer in PREFERENCES:
+        if prefer == name:
+            return prefer
+    raise UsageError(f"prefer {name!r}; allowed: {', '.join(PREFERENCES)}{did_you_mean(name, PREFERENCES)}")
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An arm with the outcome that gives its memory and throughput."""
+    """An arm with the outcome that gives its memory and throughput.
+
+    `paired` holds its ratios to FP32 over the pairs of a proof; where it has none, those of the outcomes stand.
+    """
 
     name: str
     policy: Policy
     key: str
     outcome: Outcome
+    paired: Ratios = NO_RATIOS
 
     @property
     def simplicity(self) -> int:
@@ -36,6 +55,18 @@ class Candidate:
     @property
     def is_found(self) -> bool:
         return self.name not in BASELINES
+
+    def ratios(self, reference: Candidate) -> Ratios:
+        """Return memory and throughput over the reference's, those measured in pairs first."""
+        single = outcome_ratios(self.outcome, reference.outcome)
+        return Ratios(self.paired.memory or single.memory, self.paired.throughput or single.throughput)
+
+    def fits(self, memory_budget_bytes: float | None) -> bool:
+        """Whether the peak memory lies within the budget; a memory that is not known fits none."""
+        if memory_budget_bytes is None:
+            return True
+        memory = self.outcome.peak_memory_bytes
+        return memory is not None and memory.value <= memory_budget_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +81,19 @@ class Choice:
     prefer: Prefer
 
 
-def memory_ratio(candidate: Candidate, reference: Candidate) -> float:
-    a, b = candidate.outcome.peak_memory_bytes, reference.outcome.peak_memory_bytes
-    return a.value / b.value if a and b and b.value > 0 else 1.0
-
-
-def throughput_ratio(candidate: Candidate, reference: Candidate) -> float:
-    a, b = candidate.outcome.throughput_samples_per_second, reference.outcome.throughput_samples_per_second
-    return a.value / b.value if a and b and a.value > 0 and b.value > 0 else 1.0
-
-
 def gain(candidate: Candidate, reference: Candidate, prefer: Prefer) -> float:
-    """Return how much better a candidate is than the reference: 0.1 is 10 %, negative is worse."""
-    faster = math.log(throughput_ratio(candidate, reference))
-    smaller = -math.log(memory_ratio(candidate, reference))
+    """Return how much better a candidate is than the reference: 0.1 is 10 %, negative is worse.
+
+    A predicted throughput can be wrong by `RATIO_ERROR`: it is no reason to prefer anything. It counts where it says
+    that a candidate is slower by more than that, and every preference goes by memory instead. A measured ratio counts
+    with the end of its interval nearest to 1.
+    """
+    ratios = candidate.ratios(reference)
+    smaller = -math.log(counted(ratios.memory))
+    faster = math.log(counted(ratios.throughput))
+    if ratios.throughput is not None and ratios.throughput.kind == "predicted":
+        slower = min(0.0, faster + math.log1p(RATIO_ERROR))
+        return math.expm1(smaller if prefer == "smallest" else smaller + slower)
     total = {"fastest": faster, "smallest": smaller, "balanced": faster + smaller}[prefer]
     return math.expm1(total)
 
@@ -82,6 +112,16 @@ def rank(candidates: Sequence[Candidate], reference: Candidate, prefer: Prefer) 
     return ranked
 
 
+def order_of(candidates: Sequence[Candidate], prefer: Prefer, memory_budget_bytes: float | None = None) -> list[str]:
+    """Return the names of the arms that could be used, from the best; FP32 is among them, whether it fits or not."""
+    reference = next(c for c in candidates if c.name == FP32)
+    usable = [c for c in candidates if c is reference or (c.outcome.is_ok and c.fits(memory_budget_bytes))]
+    ranked = [c.name for c in rank(usable, reference, prefer)]
+    if reference.fits(memory_budget_bytes):
+        return ranked
+    return [*(name for name in ranked if name != FP32), FP32]
+
+
 def choose(
     candidates: Sequence[Candidate],
     verification: Verification,
@@ -89,10 +129,12 @@ def choose(
     prefer: Prefer,
     target: str,
     target_is_here: bool,
+    memory_budget_bytes: float | None = None,
 ) -> Choice:
     """Recommend the best candidate whose proof stands; with a better one still open, say so.
 
-    Only where nothing but FP32 is proved and a better arm is open is the answer inconclusive.
+    Only where nothing but FP32 is proved and a better arm is open, or where nothing that is proved fits the budget, is
+    the answer inconclusive.
 
     Args:
         candidates: the arms of the proof, FP32 among them.
@@ -100,73 +142,96 @@ def choose(
         prefer: what better means.
         target: the device that memory and throughput are for, in words.
         target_is_here: False makes the recommendation provisional.
+        memory_budget_bytes: what uses more is not recommended.
     """
-    reference = next(c for c in candidates if c.name == FP32)
-    ranked = rank(candidates, reference, prefer)
+    by_name = {c.name: c for c in candidates}
+    reference = by_name[FP32]
     verdicts = verification.verdicts
-    best = next(c for c in ranked if c is reference or (c.name in verdicts and verdicts[c.name].is_safe))
-    by_name = {c.name: c for c in candidates if c.outcome.is_ok}
-    gains = {name: gain(c, reference, prefer) for name, c in by_name.items()}
-    open_arms = [by_name[name] for name in better_but_open(gains, verdicts)]
+    order = order_of(candidates, prefer, memory_budget_bytes)
+    best = next(by_name[n] for n in order if n == FP32 or (n in verdicts and verdicts[n].is_safe))
+    open_arms = [by_name[name] for name in better_but_open(order, verdicts)]
+    here = target_is_here
     if best is reference and open_arms:
-        return _inconclusive(open_arms, reference, verification, prefer, target_is_here)
+        return _inconclusive(reference, _why_open(open_arms, verification), prefer, here)
+    if not best.fits(memory_budget_bytes):
+        assert memory_budget_bytes is not None
+        why = f"no policy that is proved fits {_gib(memory_budget_bytes)}"
+        return _inconclusive(reference, why, prefer, here)
     kind: Literal["policy", "autocast", "fp32"] = (
         "fp32" if best is reference else "policy" if best.is_found else "autocast"
     )
-    parts = [_main_clause(best, reference, ranked, verification, target)]
+    parts = [_main_clause(best, reference, candidates, verification, target)]
     if open_arms:
         parts.append(f"{_and(open_arms)} would be better but is not proved within the seeds of this proof")
-    if not target_is_here:
-        parts.append(f"provisional: {target} was not there; run `autoprec search` on it with --device cuda to verify")
-    return Choice(kind, best.name, best.policy, "; ".join(parts) + ".", not target_is_here, prefer)
+    if prefer == "fastest" and _is_predicted(reference):
+        parts.append("throughput is only predicted, so memory decided")
+    if not here:
+        parts.append(f"provisional: {target} was not there; run `autoprec verify` on it with --device cuda")
+    return Choice(kind, best.name, best.policy, "; ".join(parts) + ".", not here, prefer)
 
 
-def _inconclusive(
-    better: Sequence[Candidate], reference: Candidate, verification: Verification, prefer: Prefer, here: bool
-) -> Choice:
-    if not verification.verdicts:
-        sentence = f"Inconclusive: {_and(better)} would use less memory or time, but nothing is verified yet."
-        return Choice("inconclusive", FP32, reference.policy, sentence, not here, prefer)
-    provable = verification.provable_margin
-    could = "" if provable is None else f" (the smallest margin it could prove is {provable:.3f})"
-    sentence = (
-        f"Inconclusive: {_and(better)} would use less memory or time, but {verification.num_seeds} seeds of "
-        f"{verification.proof.num_steps} steps cannot prove a margin of {verification.proof.margin:g}{could}; "
-        "nothing is recommended, and the policy written is FP32."
-    )
+def _is_predicted(candidate: Candidate) -> bool:
+    throughput = candidate.outcome.throughput_samples_per_second
+    return throughput is not None and throughput.kind == "predicted"
+
+
+def _inconclusive(reference: Candidate, why: str, prefer: Prefer, here: bool) -> Choice:
+    sentence = f"Inconclusive: {why}; nothing is recommended, and the policy written is FP32."
     return Choice("inconclusive", FP32, reference.policy, sentence, not here, prefer)
 
 
+def _why_open(better: Sequence[Candidate], verification: Verification) -> str:
+    would = f"{_and(better)} would use less memory or time, but"
+    if not verification.verdicts:
+        return f"{would} nothing is verified yet"
+    provable, needed = verification.provable_margin, verification.num_seeds_needed
+    could = "" if provable is None else f" (the smallest margin it could prove is {provable:.3f})"
+    noise = ""
+    if verification.noise is not None:
+        seeds = "more than 1000" if needed is None else f"about {needed}"
+        noise = f"; FP32 against itself differs by {verification.noise:.3f}, which needs {seeds} seeds"
+    return (
+        f"{would} {verification.num_seeds} seeds of {verification.proof.num_steps} steps cannot prove a margin of "
+        f"{verification.proof.margin:g}{could}{noise}"
+    )
+
+
 def _main_clause(
-    best: Candidate, reference: Candidate, ranked: Sequence[Candidate], verification: Verification, target: str
+    best: Candidate, reference: Candidate, candidates: Sequence[Candidate], verification: Verification, target: str
 ) -> str:
     if best is reference:
-        low = [c for c in ranked if c is not reference]
-        refuted = [c for c in low if _kind(c, verification.verdicts) == "refuted"]
+        refuted = [c for c in candidates if _is_refuted(c, verification.verdicts)]
         why = (
             f"{_and(refuted)} lost accuracy or did not train"
             if refuted
             else "no lower precision saves at least 1 % here"
         )
         return f"Stay with FP32: {why}"
-    memory, speed = memory_ratio(best, reference), throughput_ratio(best, reference)
+    ratios = best.ratios(reference)
     verdict = verification.verdicts[best.name]
     lost = f"accuracy within {verification.proof.margin:g} of FP32"
     if verdict.difference is not None:
         lost += f" (mean difference {verdict.difference.mean:+.4f}, {verdict.difference.num_values} paired seeds)"
     name = f"the found policy ({best.name})" if best.is_found else f"plain {_spoken(best.name)}"
-    return f"Use {name}: {memory:.2f}x the memory and {speed:.2f}x the throughput of FP32 on {target}, {lost}"
+    saved = f"{_times(ratios.memory)} the memory and {_times(ratios.throughput)} the throughput of FP32"
+    return f"Use {name}: {saved} on {target}, {lost}"
 
 
-def _kind(candidate: Candidate, verdicts: Mapping[str, Verdict]) -> str:
-    if not candidate.outcome.is_ok:
-        return "refuted"
+def _times(ratio: Number | None) -> str:
+    return "?x" if ratio is None else f"{ratio.value:.2f}x"
+
+
+def _is_refuted(candidate: Candidate, verdicts: Mapping[str, Verdict]) -> bool:
     verdict = verdicts.get(candidate.name)
-    return "open" if verdict is None else verdict.kind
+    return not candidate.outcome.is_ok or (verdict is not None and verdict.kind == "refuted")
 
 
 def _spoken(name: str) -> str:
     return {AUTOCAST_FP16: "autocast FP16", AUTOCAST_BF16: "autocast BF16"}.get(name, name)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"a memory budget of {num_bytes / 2**30:.2f} GiB"
 
 
 def _and(candidates: Sequence[Candidate]) -> str:

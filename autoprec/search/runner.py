@@ -18,7 +18,7 @@ from autoprec.search.parameters import ParameterValue
 from autoprec.search.study import SearchStudy, TrialRecord
 from autoprec.trials.outcome import Outcome, TrialSettings
 
-__all__ = ["run_trials"]
+__all__ = ["require_reference", "run_trials"]
 
 MAX_REPEATS = 8
 """Equal policies in a row, answered from the study without a run, after which a new policy is looked for at random."""
@@ -131,7 +131,7 @@ class _Runner:
             with closing(measure_ahead(self._measure, jobs())) as results:
                 for each, outcome in results:
                     if each.label == FP32:
-                        _require_reference(outcome)
+                        require_reference(outcome)
                     record = self._study.tell(each.trial, each.policy, outcome)
                     del self._running[each.key]
                     num_finished = self._study.num_finished
@@ -166,7 +166,7 @@ def _unseen_values(study: SearchStudy, *, seed: int) -> dict[str, ParameterValue
     return None
 
 
-def _require_reference(outcome: Outcome) -> None:
+def require_reference(outcome: Outcome) -> None:
     """Stop where FP32 gives nothing to compare with.
 
     Raises:

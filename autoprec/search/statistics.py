@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
-__all__ = ["Interval", "interval"]
+__all__ = ["Interval", "interval", "num_values_needed"]
+
+MAX_VALUES = 1_000
+"""No proof is planned with more seeds than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,4 +46,19 @@ def interval(values: Sequence[float], *, alpha: float, resolution: float = 0.0) 
     mean = math.fsum(values) / n
     variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
     deviation = max(math.sqrt(variance), resolution / math.sqrt(12))
-    return Interval(n, mean, float(stdtrit(n - 1, 1 - alpha)) * deviation / math.sqrt(n))
+    return Interval(n, mean, _half_width(deviation, n, alpha))
+
+
+def num_values_needed(deviation: float, margin: float, *, alpha: float) -> int | None:
+    """Return how many values of this standard deviation make the one-sided half-width smaller than `margin`.
+
+    None where more than `MAX_VALUES` would be needed.
+    """
+    if deviation <= 0:
+        return 2
+    enough = (n for n in range(2, MAX_VALUES + 1) if _half_width(deviation, n, alpha) < margin)
+    return next(enough, None)
+
+
+def _half_width(deviation: float, n: int, alpha: float) -> float:
+    return float(stdtrit(n - 1, 1 - alpha)) * deviation / math.sqrt(n)

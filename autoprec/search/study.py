@@ -19,7 +19,7 @@ from autoprec.search.fingerprint import Identity, first_difference
 from autoprec.search.parameters import Parameters, ParameterValue
 from autoprec.trials.outcome import Outcome
 
-__all__ = ["OBJECTIVES", "Limits", "TrialRecord", "SearchStudy", "open_study", "objective_values"]
+__all__ = ["OBJECTIVES", "Limits", "TrialRecord", "SearchStudy", "load_or_create", "open_study", "objective_values"]
 
 OBJECTIVES: Mapping[str, Literal["minimize", "maximize"]] = {
     "peak_memory_bytes": "minimize",
@@ -149,7 +149,18 @@ def open_study(
     parameters: Parameters,
     limits: Limits,
 ) -> SearchStudy:
-    """Create the study, or open the one of that name where its identity is the same.
+    """Open the study of a search, as `load_or_create`."""
+    return SearchStudy(load_or_create(storage, name=name, identity=identity, sampler=sampler), parameters, limits)
+
+
+def load_or_create(
+    storage: optuna.storages.BaseStorage,
+    *,
+    name: str,
+    identity: Identity,
+    sampler: optuna.samplers.BaseSampler | None = None,
+) -> Study:
+    """Create the study, or load the one of that name where its identity is the same.
 
     Raises:
         UsageError: a study of that name has other settings; the first that differs is named.
@@ -168,7 +179,7 @@ def open_study(
         difference = first_difference(stored, identity)
         if difference is not None:
             raise UsageError(f"study {name!r} has other settings: {difference}; give another --study-name or none")
-    return SearchStudy(study, parameters, limits)
+    return study
 
 
 def _name_objectives(study: Study) -> None:

@@ -16,7 +16,7 @@ from autoprec.tasks.batches import move_batch, open_batches
 from autoprec.tasks.protocol import Task
 from autoprec.training import needs_closure
 
-__all__ = ["build_model", "build_task_optimizers", "build_schedulers"]
+__all__ = ["build_model", "build_task_optimizers", "build_schedulers", "perturb_weights"]
 
 
 def build_model(task: Task, device: torch.device, *, build: Callable[[], nn.Module] | None = None) -> nn.Module:
@@ -42,6 +42,18 @@ def _materialise(model: nn.Module, task: Task, device: torch.device) -> None:
         with torch.no_grad():
             task.loss(model, move_batch(batch, device))
         return
+
+
+def perturb_weights(model: nn.Module, perturbation: float, *, seed: int) -> None:
+    """Multiply each trainable weight by 1 + up to `perturbation`, at random; the global random state is not used."""
+    if not perturbation:
+        return
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                noise = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1).mul_(perturbation)
+                parameter.mul_(noise.add_(1).to(parameter.device))
 
 
 def build_task_optimizers(task: Task, policy: Policy, model: nn.Module) -> list[torch.optim.Optimizer]:

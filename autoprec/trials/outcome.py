@@ -42,6 +42,8 @@ class TrialSettings(BaseModel):
     evaluate_under_policy: bool = False
     anneal: bool = False
     """Let the learning rate fall to zero over the run (verification); a task's own scheduler wins."""
+    perturbation: float = Field(default=0.0, ge=0)
+    """Move each start weight by up to this share of itself, at random: shows how far two equal trainings part."""
 
 
 class NonFinite(BaseModel):

@@ -22,7 +22,7 @@ from autoprec.policy import Kind, Number, Policy
 from autoprec.tasks.batches import BatchStream, move_batch
 from autoprec.tasks.protocol import Batch, Task
 from autoprec.training import TrainingStep
-from autoprec.trials.building import build_model, build_schedulers, build_task_optimizers
+from autoprec.trials.building import build_model, build_schedulers, build_task_optimizers, perturb_weights
 from autoprec.trials.evaluation import estimate_batchnorm, evaluate
 from autoprec.trials.failures import TrialEnd, classify, describe, format_traceback
 from autoprec.trials.finiteness import find_in_buffers, find_in_forward, find_in_gradients
@@ -104,6 +104,7 @@ class _Trial:
         try:
             seed_everything(self.settings.seed)
             model = build_model(self.task, self.device)
+            perturb_weights(model, self.settings.perturbation, seed=self.settings.seed)
             self.reference = weakref.ref(model)
             with self._arithmetic():
                 self._train(model)

@@ -23,7 +23,7 @@ from autoprec.trials.building import build_model, build_task_optimizers
 from autoprec.trials.isolation import release, seed_everything
 from autoprec.trials.outcome import TrialSettings
 
-__all__ = ["TargetFigures", "target_figures"]
+__all__ = ["TargetFigures", "estimate_figures", "target_figures"]
 
 NUM_WARMUP_STEPS = 5
 NUM_TIMED_STEPS = 15
@@ -49,10 +49,19 @@ def target_figures(task: Task, policy: Policy, settings: TrialSettings) -> Targe
     policies are estimated once.
     """
     device = torch.device(settings.device)
-    seed_everything(settings.seed)
     if device.type == "cuda":
+        seed_everything(settings.seed)
         return _measure(task, policy, device)
-    model = build_model(task, device, build=_target_model(task))
+    return estimate_figures(task, policy, settings)
+
+
+def estimate_figures(task: Task, policy: Policy, settings: TrialSettings) -> TargetFigures:
+    """Return computed memory and predicted throughput for `settings.gpu`, on a CPU, whatever the device of the trials.
+
+    Sets the random state; equal policies are estimated once.
+    """
+    seed_everything(settings.seed)
+    model = build_model(task, torch.device("cpu"), build=_target_model(task))
     cached = _ESTIMATES.setdefault(task, {})
     key = _policy_key(model, policy, settings.gpu)
     if key not in cached:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from autoprec.cli import main
-from autoprec.errors import TaskError
+from autoprec.cli.output import parse_memory
+from autoprec.errors import TaskError, UsageError
 from autoprec.policy import Policy, Recommendation, UnitEvidence
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
@@ -51,7 +52,7 @@ def test_help_lists_the_commands_and_loads_neither_torch_nor_optuna() -> None:
         "sys.argv = ['autoprec', '--help']\n"
         "out = io.StringIO()\n"
         "with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit): main()\n"
-        "assert 'search' in out.getvalue() and 'show' in out.getvalue(), out.getvalue()\n"
+        "assert all(name in out.getvalue() for name in ('search', 'verify', 'choose', 'show')), out.getvalue()\n"
         "print(' '.join(m for m in ('torch', 'optuna', 'numpy', 'pydantic') if m in sys.modules))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -73,6 +74,8 @@ def test_help_lists_the_commands_and_loads_neither_torch_nor_optuna() -> None:
         (["--format", "jsn"], "nearest: json"),
         (["--n-trials", "0"], "at least 1"),
         (["--margin", "-1"], "positive"),
+        (["--max-seeds", "1"], "at least 2"),
+        (["--memory-budget", "12"], "12GB"),
         (["--batch-size", "100000"], "larger than"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -224,3 +227,112 @@ def test_a_bad_policy_is_one_line_and_exit_2(
     error = capsys.readouterr().err
     assert error.startswith("autoprec: policy.json")
     assert error.count("\n") == 1
+
+
+@pytest.mark.usefixtures("toy")
+def test_choose_recommends_again_for_a_budget_and_writes_the_policy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy: FakeMeasure
+) -> None:
+    assert run(monkeypatch, "search", "--n-trials", "6", "-o", "out") == 0
+    num_runs = len(toy.order)
+    capsys.readouterr()
+    assert run(monkeypatch, "choose", "out", "--prefer", "smallest", "--memory-budget", "1 GB", "-o", "small.json") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Use the found policy (half everywhere)" in text
+    assert "written: small.json" in text
+    assert Policy.from_json(Path("small.json").read_text()).recommendation.prefer == "smallest"  # type: ignore[union-attr]
+    assert run(monkeypatch, "choose", "out/front.json", "--memory-budget", "1MB", "--format", "json") == 3
+    assert Policy.from_json(capsys.readouterr().out).default == "fp32"
+    assert run(monkeypatch, "choose", "out", "--prefer", "quickest") == 2
+    assert run(monkeypatch, "choose", "nowhere") == 2
+    assert len(toy.order) == num_runs
+
+
+@pytest.mark.usefixtures("toy")
+def test_show_of_a_search_prints_the_front_with_picks_kinds_and_verdicts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "search", "--n-trials", "6", "-o", "out") == 0
+    capsys.readouterr()
+    for place in ("out", "out/front.json"):
+        assert run(monkeypatch, "show", place) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        for words in ("recommended", "smallest", "proved", "reference", "computed", "predicted", "emulated", "0.60x"):
+            assert words in text, words
+    assert run(monkeypatch, "show", "out/front.json", "--format", "json") == 0
+    assert json.loads(capsys.readouterr().out)["recommended"] == "half everywhere"
+
+
+WRITTEN = Policy(default="autocast", modules={"norm": "fp16"})
+
+
+@pytest.mark.parametrize(
+    ("noise", "effect", "code", "word"),
+    [(0.001, 0.0, 0, "Proved"), (0.001, -0.1, 1, "Worse"), (0.4, 0.0, 3, "Open")],
+    ids=["proved", "worse", "open"],
+)
+def test_verify_proves_a_policy_written_by_hand_and_says_so_by_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    toy: FakeMeasure,
+    noise: float,
+    effect: float,
+    code: int,
+    word: str,
+) -> None:
+    WRITTEN.save("policy.json")
+    toy._noise, toy._effect = noise, lambda policy: effect if policy.modules else 0.0
+    assert run(monkeypatch, "verify", "policy.json", "--gpu", "v100") == code
+    text = capsys.readouterr().out
+    for words in ("autocast fp16", "computed", "predicted", "accuracy (proof)", word, "provisional"):
+        assert words in text, words
+    assert Policy.from_json(Path("policy.json").read_text()) == WRITTEN
+
+
+@pytest.mark.usefixtures("toy")
+def test_verify_updates_the_file_only_when_asked_and_then_holds_it_to_its_promise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    WRITTEN.save("policy.json")
+    assert run(monkeypatch, "verify", "policy.json", "--update") == 0
+    text = Path("policy.json").read_text()
+    assert Policy.from_json(text).evidence is not None
+    capsys.readouterr()
+    assert run(monkeypatch, "verify", "policy.json", "--format", "json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [promise["behind"] for promise in document["promises"]] == [False, False, False]
+    memory = f"{json.loads(text)['evidence']['arms']['policy']['peak_memory_bytes']['value']}"
+    Path("policy.json").write_text(text.replace(memory, "1000.0"))
+    assert run(monkeypatch, "verify", "policy.json") == 1
+    assert "BEHIND: peak memory" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("toy")
+def test_verify_of_a_policy_that_does_not_fit_is_exit_4(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Policy(modules={"layer9": "fp32"}).save("policy.json")
+    assert run(monkeypatch, "verify", "policy.json") == 4
+    assert "layer9" in capsys.readouterr().err
+
+
+def test_ctrl_c_in_verify_is_exit_130_and_the_same_command_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy: FakeMeasure
+) -> None:
+    WRITTEN.save("policy.json")
+    toy._stop_at = 5
+    assert run(monkeypatch, "verify", "policy.json") == 130
+    assert "goes on where it stopped" in capsys.readouterr().err
+    toy._stop_at = None
+    assert run(monkeypatch, "verify", "policy.json") == 0
+    assert len(toy.order) == 12
+
+
+@pytest.mark.parametrize("text", ["12", "GB", "-1GB", "0GB", "12XB"])
+def test_a_memory_that_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="12GB"):
+        parse_memory(text)
+
+
+def test_sizes_are_decimal_or_binary() -> None:
+    assert (parse_memory("12GB"), parse_memory("1.5 gib"), parse_memory(None)) == (12e9, 1.5 * 2**30, None)

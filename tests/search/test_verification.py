@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import optuna
 import pytest
+from scipy.special import stdtrit
 from toys import FakeMeasure
 
-from autoprec.policy import Policy
+from autoprec.policy import Number, Policy
 from autoprec.search.arms import BASELINES
 from autoprec.search.events import Events
 from autoprec.search.lookahead import Measure
 from autoprec.search.study import OBJECTIVES
-from autoprec.search.verification import FIRST_SEED, Contender, Proof, RunStore, Verification, verify
-from autoprec.trials.outcome import TrialSettings
+from autoprec.search.verification import (
+    FIRST_SEED,
+    PERTURBATION,
+    Contender,
+    Proof,
+    RunStore,
+    Verification,
+    build_proof,
+    judge,
+    verify,
+)
+from autoprec.trials.outcome import Outcome, TrialSettings
 
 FOUND = Policy(default="autocast", modules={"norm": "fp16"})
 CONTENDERS = [
@@ -35,11 +47,11 @@ def open_store(path: Path) -> RunStore:
     return RunStore(study)
 
 
-GAINS = {"fp32": 0.0, "autocast fp16": 2.0, "trial 7": 2.5}
+ORDER = ["trial 7", "autocast fp16", "fp32"]
 
 
 def prove(
-    path: Path, measure: Measure, contenders: list[Contender] = CONTENDERS, gains: dict[str, float] = GAINS
+    path: Path, measure: Measure, contenders: list[Contender] = CONTENDERS, order: list[str] = ORDER
 ) -> Verification:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return verify(
@@ -48,7 +60,7 @@ def prove(
         proof=PROOF,
         trial_settings=TrialSettings(seed=5),
         store=open_store(path),
-        gains={c.name: gains[c.name] for c in contenders},
+        order=[name for name in order if name in [c.name for c in contenders]],
         resolution=0.0,
         events=Events(),
     )
@@ -82,9 +94,74 @@ def test_noise_above_the_margin_leaves_the_verdict_open_after_the_last_seed_and_
     found = prove(tmp_path, measure)
     assert found.verdicts["autocast fp16"].kind == "open"
     assert found.proof.margin == 0.02
-    assert len(measure.order) == 18
+    assert len(measure.order) == 3 * 6 + 3  # and FP32 against itself, once
     assert found.provable_margin is not None
     assert found.provable_margin > 0.02
+
+
+def test_fp32_against_itself_measures_the_noise_and_says_how_many_seeds_it_needs(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def measure(policy: Policy, settings: TrialSettings) -> Outcome:
+        seen.append(settings.perturbation)
+        return FakeMeasure(noise=0.2)(policy, settings)
+
+    found = prove(tmp_path, measure)
+    assert seen.count(PERTURBATION) == 3
+    assert seen.count(0.0) == 18
+    values = [found.outcomes["fp32"][i].accuracy for i in range(3)]
+    again = [o for (key, _), o in sorted(open_store(tmp_path).outcomes().items()) if key.endswith("perturbed")]
+    differences = [b.accuracy.value - a.value for a, b in zip(values, again, strict=True)]  # type: ignore[union-attr]
+    assert found.noise == pytest.approx(np.std(differences, ddof=1))
+    needed = found.num_seeds_needed
+    assert needed is not None
+    half_widths = [stdtrit(n - 1, 0.975) * found.noise / n**0.5 for n in (needed - 1, needed)]
+    assert half_widths[0] >= 0.02 > half_widths[1]
+
+
+def test_where_nothing_is_left_open_fp32_is_not_run_against_itself(tmp_path: Path) -> None:
+    found = prove(tmp_path, FakeMeasure(noise=0.001))
+    assert found.noise is None
+
+
+def test_a_held_out_loss_far_above_fp32s_refutes_though_the_accuracy_is_equal(tmp_path: Path) -> None:
+    def measure(policy: Policy, settings: TrialSettings) -> Outcome:
+        outcome = FakeMeasure(noise=0.001)(policy, settings)
+        loss = Number(value=1.4 if policy == FOUND else 1.0, kind="emulated")
+        return outcome.model_copy(update={"eval_loss": loss})
+
+    verdict = prove(tmp_path, measure).verdicts["trial 7"]
+    assert verdict.kind == "refuted"
+    assert verdict.loss_excess is not None
+    assert verdict.loss_excess.mean == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("max_seeds", "looks"), [(None, (4, 8)), (2, (2,)), (4, (4,)), (6, (4, 6)), (8, (4, 8)), (20, (4, 8, 16, 20))]
+)
+def test_looks_are_at_each_doubling_and_at_the_budget(max_seeds: int | None, looks: tuple[int, ...]) -> None:
+    assert build_proof(max_seeds=max_seeds).looks == looks
+
+
+@pytest.mark.parametrize("looks", [(4, 8), (4, 8, 16)])
+def test_an_arm_that_is_worse_by_just_the_margin_is_proved_at_any_look_at_most_as_often_as_alpha_says(
+    looks: tuple[int, ...],
+) -> None:
+    rng = np.random.default_rng(0)
+    proof = Proof(margin=0.02, looks=looks)
+    num_studies, num_proved = 2_000, 0
+    for values in rng.normal(-0.02, 0.03, (num_studies, looks[-1])):
+        known = {("x", i): accuracy(0.9 + float(value)) for i, value in enumerate(values)}
+        known |= {("a", i): accuracy(0.9) for i in range(looks[-1])}
+        verdicts = [judge(Contender("x", FOUND, "x"), CONTENDERS[0], known, n, proof, 0.0).kind for n in looks]
+        num_proved += "proved" in verdicts
+    share = num_proved / num_studies
+    assert share <= 0.05 + 3 * (0.05 * 0.95 / num_studies) ** 0.5
+    assert share >= 0.02  # the correction is not far too strict
+
+
+def accuracy(value: float) -> Outcome:
+    return Outcome(kind="ok", accuracy=Number(value=value, kind="emulated"))
 
 
 def test_only_open_arms_get_more_seeds(tmp_path: Path) -> None:
@@ -101,7 +178,7 @@ def test_an_open_arm_that_would_not_be_recommended_anyway_gets_no_more_seeds(tmp
     found = prove(
         tmp_path,
         lambda policy, settings: (noisy if policy == FOUND else quiet)(policy, settings),
-        gains={"fp32": 0.0, "autocast fp16": 2.0, "trial 7": 2.02},
+        order=["autocast fp16", "trial 7", "fp32"],
     )
     assert found.verdicts["trial 7"].kind == "open"
     assert len(found.outcomes["trial 7"]) == 3
@@ -110,7 +187,7 @@ def test_an_open_arm_that_would_not_be_recommended_anyway_gets_no_more_seeds(tmp
 
 def test_an_arm_that_is_no_better_than_fp32_gets_no_more_seeds(tmp_path: Path) -> None:
     measure = FakeMeasure(noise=0.2)
-    prove(tmp_path, measure, gains={"fp32": 0.0, "autocast fp16": 0.005, "trial 7": -0.2})
+    prove(tmp_path, measure, order=["fp32", "autocast fp16", "trial 7"])
     assert len(measure.order) == 9
 
 

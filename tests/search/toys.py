@@ -80,14 +80,15 @@ class FakeMeasure:
         if kind is not None:
             return Outcome(kind=kind, message="as asked")
         saved = saved_share(policy) if self._savings else 0.0
-        rng = np.random.default_rng([settings.seed, sum(text.encode())])
+        rng = np.random.default_rng([settings.seed, sum(text.encode()), settings.perturbation > 0])
         accuracy = 0.9 + self._effect(policy) + self._noise * float(rng.standard_normal())
+        loss = 1.0 - self._effect(policy) + self._noise * float(rng.standard_normal())
         return Outcome(
             kind="ok",
             peak_memory_bytes=Number(value=1e9 * (1 - saved), kind="computed"),
             throughput_samples_per_second=Number(value=1e3 / (1 - saved), kind="predicted"),
             accuracy=Number(value=accuracy, kind="emulated"),
-            eval_loss=Number(value=1.0 - self._effect(policy), kind="emulated"),
+            eval_loss=Number(value=loss, kind="emulated"),
             num_steps_taken=28,
             wall_seconds=0.01,
             step_seconds_here=0.001,

@@ -1,0 +1,128 @@
+"""`autoprec verify POLICY`: prove a policy against FP32 on this device, and hold it to what its file promises."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoprec.cli.output import INCONCLUSIVE, INTERRUPTED, WORSE, check_format, open_console
+from autoprec.cli.task_options import TaskOptions, takes_task
+
+if TYPE_CHECKING:
+    from autoprec.search.policy_proof import PolicyProof
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("verify", help="Prove a policy, found or written by hand, against FP32 on this device.")(_verify)
+
+
+def _option(text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Proof", show_default=True)
+
+
+@takes_task
+def _verify(
+    task: TaskOptions,
+    policy: Annotated[Path, typer.Argument(help="A policy.json.")],
+    margin: Annotated[
+        float | None, _option("Accuracy below FP32 that counts as equal; the file's, else 0.05.", "--margin")
+    ] = None,
+    max_seeds: Annotated[int, _option("Seeds that the proof may use.", "--max-seeds")] = 8,
+    num_steps: Annotated[int, _option("Steps of each run.", "--num-steps")] = 40,
+    autocast: Annotated[bool, _option("Run plain autocast beside the policy.", "--autocast/--no-autocast")] = True,
+    tolerance: Annotated[
+        float, _option("How far memory and speed may fall behind what the file promises.", "--tolerance")
+    ] = 0.05,
+    update: Annotated[bool, _option("Write this proof into the file as its evidence.", "--update")] = False,
+    trial_timeout: Annotated[float, _option("Seconds after which a run is ended.", "--trial-timeout")] = 900,
+    storage: Annotated[str | None, _option("Optuna database URL; a file in the folder.", "--storage")] = None,
+    output: Annotated[Path | None, _option("Folder for the runs.", "-o", "--output")] = None,
+    format: Annotated[str, _option("text or json.", "--format")] = "text",
+) -> None:
+    check_format(format)
+    settings = {
+        "margin": margin,
+        "max_seeds": max_seeds,
+        "num_steps": num_steps,
+        "with_autocast": autocast,
+        "tolerance": tolerance,
+        "trial_timeout": trial_timeout,
+        "storage": storage,
+        "output": output,
+    }
+    try:
+        proof = _prove(policy, task, settings, to_stderr=format == "json")
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    if update:
+        proof.updated_policy().save(policy)
+    _report(proof, format=format, written=str(policy) if update else None)
+    raise typer.Exit(0 if proof.is_proved else WORSE if proof.is_worse else INCONCLUSIVE)
+
+
+def _prove(path: Path, task: TaskOptions, settings: dict[str, Any], *, to_stderr: bool) -> PolicyProof:
+    from autoprec.cli.progress import ProofProgress
+    from autoprec.policy import load_policy
+    from autoprec.search.measuring import open_measure
+    from autoprec.search.policy_proof import verify_policy
+    from autoprec.trials.pool import default_num_workers
+
+    found = load_policy(path)
+    trial = task.trial_settings()
+    trained = task.build_task()
+    workers = default_num_workers(trained, trial.device)
+    with (
+        ProofProgress(open_console(to_stderr=to_stderr)) as progress,
+        open_measure(trained, timeout_seconds=settings.pop("trial_timeout"), num_workers=workers) as measure,
+    ):
+        where: dict[str, Any] = {"device": trial.device, "gpu": trial.gpu, "seed": trial.seed}
+        return verify_policy(found, trained, events=progress, measure=measure, **where, **settings)
+
+
+def _report(proof: PolicyProof, *, format: str, written: str | None) -> None:
+    import json
+
+    from rich.markup import escape
+
+    from autoprec.cli.progress import print_margin
+    from autoprec.report.tables import comparison_table, gate_lines
+
+    if format == "json":
+        document = {
+            "verdict": proof.verdict.kind,
+            "proved": proof.is_proved,
+            "sentence": proof.sentence,
+            "policy": proof.name,
+            "target": proof.target,
+            "margin": proof.verification.proof.margin,
+            "provable_margin": proof.verification.provable_margin,
+            "noise": proof.verification.noise,
+            "arms": {name: arm.model_dump(mode="json", exclude_none=True) for name, arm in proof.arms.items()},
+            "promises": [
+                {
+                    "what": comparison.what,
+                    "promised": comparison.promised.model_dump(mode="json", exclude_none=True),
+                    "found": comparison.found.model_dump(mode="json", exclude_none=True),
+                    "allowed": comparison.allowed,
+                    "behind": comparison.behind,
+                }
+                for comparison in proof.gate.comparisons
+            ],
+            "notes": list(proof.gate.notes),
+        }
+        print(json.dumps(document, indent=2, allow_nan=False))
+        return
+    console = open_console()
+    console.print(comparison_table(proof.arms, title=f"{proof.task_name} on {proof.target}"))
+    print_margin(console, proof.verification)
+    for line in gate_lines(proof.gate):
+        console.print(escape(line), soft_wrap=True)
+    console.print(escape(proof.sentence), soft_wrap=True)
+    if written is not None:
+        console.print(escape(f"written: {written}"), soft_wrap=True)

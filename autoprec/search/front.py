@@ -1,0 +1,241 @@
+"""front.json: the whole front, the arms of the proof and the picks, from which a choice can be made again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from autoprec.errors import PolicyError, UsageError
+from autoprec.policy import Number, Policy
+from autoprec.policy.evidence import FrozenModel
+from autoprec.policy.strict_json import MAX_FILE_BYTES, parse_strict_json
+from autoprec.search.arms import FP32
+from autoprec.search.ratios import Ratios
+from autoprec.search.recommendation import PREFERENCES, Candidate, Choice, Prefer, choose
+from autoprec.search.statistics import Interval
+from autoprec.search.study import OBJECTIVES
+from autoprec.search.verification import Proof, Verdict, VerdictKind, Verification
+from autoprec.trials.outcome import EndKind, Outcome
+
+__all__ = ["Front", "Member", "build_front", "read_front"]
+
+NUMBERS = (*OBJECTIVES, "eval_loss")
+
+
+class PairedDifference(FrozenModel):
+    """Mean over paired seeds and the one-sided half-width at the proof's level for one look."""
+
+    num_seeds: int
+    mean: float
+    half_width: float
+
+
+class MemberProof(FrozenModel):
+    """The verdict on one arm; the differences are to FP32, that of the loss relative to FP32's mean."""
+
+    verdict: VerdictKind
+    reason: str = ""
+    accuracy_difference: PairedDifference | None = None
+    loss_excess: PairedDifference | None = None
+
+
+class Member(FrozenModel):
+    """One policy with its numbers: of the trial, accuracy and loss of the proof where it had one.
+
+    `ratios` are memory and throughput over FP32's, with an interval where they were measured in pairs.
+    """
+
+    name: str = Field(max_length=500)
+    trial: int | None = None
+    on_front: bool = False
+    outcome: EndKind = "ok"
+    numbers: dict[str, Number] = Field(default_factory=dict)
+    ratios: dict[str, Number] = Field(default_factory=dict)
+    proof: MemberProof | None = None
+    policy: Policy
+
+
+class FrontProof(FrozenModel):
+    """How the proof was made, and its noise."""
+
+    margin: float
+    loss_margin: float
+    looks: list[int]
+    num_steps: int
+    alpha: float
+    num_seeds: int
+    provable_margin: float | None = None
+    noise: float | None = None
+
+
+class Front(FrozenModel):
+    """The content of front.json. `picks` name what would be recommended for each preference, without a budget."""
+
+    schema_version: Literal[1] = 1
+    study_name: str
+    task: str
+    objectives: dict[str, str]
+    target: str
+    target_is_here: bool
+    recommended: str
+    sentence: str
+    prefer: Prefer
+    picks: dict[str, str]
+    proof: FrontProof
+    front: list[Member]
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=2, exclude_none=True) + "\n"
+
+    def choose(self, *, prefer: Prefer, memory_budget_bytes: float | None = None) -> Choice:
+        """Choose again among what was tried and proved; nothing is run."""
+        return choose(
+            [_candidate(member) for member in self.front],
+            self._verification(),
+            prefer=prefer,
+            target=self.target,
+            target_is_here=self.target_is_here,
+            memory_budget_bytes=memory_budget_bytes,
+        )
+
+    def _verification(self) -> Verification:
+        proof = Proof(
+            margin=self.proof.margin,
+            looks=tuple(self.proof.looks),
+            num_steps=self.proof.num_steps,
+            alpha=self.proof.alpha,
+            loss_margin=self.proof.loss_margin,
+        )
+        verdicts = {member.name: _verdict(member.proof) for member in self.front if member.proof is not None}
+        return Verification(proof, verdicts, noise=self.proof.noise)
+
+
+def build_front(
+    candidates: Sequence[Candidate],
+    verification: Verification,
+    choice: Choice,
+    *,
+    study_name: str,
+    task: str,
+    target: str,
+    target_is_here: bool,
+    trials: Mapping[str, int],
+    on_front: frozenset[str],
+    means: Mapping[str, Mapping[str, Number]],
+) -> Front:
+    """Collect the content of front.json.
+
+    Args:
+        candidates: the arms of the proof, then what else is on the front; FP32 first.
+        trials: name -> number of the trial.
+        on_front: names of the policies that no other beats.
+        means: name -> accuracy and loss over the seeds of the proof.
+    """
+    reference = next(c for c in candidates if c.name == FP32)
+    proof = verification.proof
+    picks = {
+        prefer: choose(candidates, verification, prefer=prefer, target=target, target_is_here=target_is_here)
+        for prefer in PREFERENCES
+    }
+    return Front(
+        study_name=study_name,
+        task=task,
+        objectives=dict(OBJECTIVES),
+        target=target,
+        target_is_here=target_is_here,
+        recommended=choice.name,
+        sentence=choice.sentence,
+        prefer=choice.prefer,
+        picks={prefer: pick.name for prefer, pick in picks.items() if pick.kind != "inconclusive"},
+        proof=FrontProof(
+            margin=proof.margin,
+            loss_margin=proof.loss_margin,
+            looks=list(proof.looks),
+            num_steps=proof.num_steps,
+            alpha=proof.alpha,
+            num_seeds=verification.num_seeds,
+            provable_margin=verification.provable_margin,
+            noise=verification.noise,
+        ),
+        front=[
+            Member(
+                name=c.name,
+                trial=trials.get(c.name),
+                on_front=c.name in on_front,
+                outcome=c.outcome.kind,
+                numbers=_numbers(c.outcome) | dict(means.get(c.name, {})),
+                ratios=_named(c.ratios(reference)),
+                proof=_member_proof(verification.verdicts.get(c.name)),
+                policy=c.policy,
+            )
+            for c in candidates
+        ],
+    )
+
+
+def read_front(path: Path) -> Front:
+    """Read a front.json. Reading runs nothing.
+
+    Raises:
+        UsageError: no such file.
+        PolicyError: not a front.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{path.name}: cannot be read ({error.strerror or error})") from None
+    parsed = parse_strict_json(data, where=path.name)
+    try:
+        front = Front.model_validate(parsed)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "file"
+        raise PolicyError(f"{path.name}: {place}: {first['msg']}; not the front of this autoprec") from None
+    if not any(member.name == FP32 for member in front.front):
+        raise PolicyError(f"{path.name}: front: no member is called {FP32!r}, with which all is compared")
+    return front
+
+
+def _numbers(outcome: Outcome) -> dict[str, Number]:
+    found: dict[str, Number | None] = {name: getattr(outcome, name) for name in NUMBERS}
+    return {name: number for name, number in found.items() if number is not None}
+
+
+def _named(ratios: Ratios) -> dict[str, Number]:
+    named = {"peak_memory_bytes": ratios.memory, "throughput_samples_per_second": ratios.throughput}
+    return {name: ratio for name, ratio in named.items() if ratio is not None}
+
+
+def _member_proof(verdict: Verdict | None) -> MemberProof | None:
+    if verdict is None:
+        return None
+    return MemberProof(
+        verdict=verdict.kind,
+        reason=verdict.reason,
+        accuracy_difference=_written(verdict.difference),
+        loss_excess=_written(verdict.loss_excess),
+    )
+
+
+def _written(found: Interval | None) -> PairedDifference | None:
+    if found is None:
+        return None
+    return PairedDifference(num_seeds=found.num_values, mean=found.mean, half_width=found.half_width)
+
+
+def _read(found: PairedDifference | None) -> Interval | None:
+    return None if found is None else Interval(found.num_seeds, found.mean, found.half_width)
+
+
+def _verdict(proof: MemberProof) -> Verdict:
+    return Verdict(proof.verdict, _read(proof.accuracy_difference), proof.reason, _read(proof.loss_excess))
+
+
+def _candidate(member: Member) -> Candidate:
+    fields: dict[str, Any] = {name: number for name, number in member.numbers.items() if name in NUMBERS}
+    ratios = Ratios(member.ratios.get("peak_memory_bytes"), member.ratios.get("throughput_samples_per_second"))
+    return Candidate(member.name, member.policy, member.name, Outcome(kind=member.outcome, **fields), ratios)

@@ -1,0 +1,299 @@
+"""The proof of any policy, found or written by hand: FP32, the policy and plain autocast on unused seeds, here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from autoprec.apply import apply_policy, describe_model, read_structure, remove_policy
+from autoprec.errors import PrecisionWarning
+from autoprec.estimates.gpus import gpu_by_name
+from autoprec.policy import ArmEvidence, Evidence, ModelInfo, Policy, Recommendation, content_hash
+from autoprec.search.arms import AUTOCAST_BF16, AUTOCAST_FP16, BASELINES, FP32
+from autoprec.search.events import Events
+from autoprec.search.export import arm_evidence, build_provenance, verification_evidence
+from autoprec.search.fingerprint import Identity, identity_hash, study_identity, versions
+from autoprec.search.gate import Gate, compare_with_promise
+from autoprec.search.lookahead import Measure
+from autoprec.search.measuring import open_measure
+from autoprec.search.parameters import policy_key
+from autoprec.search.pipeline import metric_resolution, with_ratios
+from autoprec.search.plan import file_name, resolve_device, target_of, task_identity
+from autoprec.search.recommendation import Candidate
+from autoprec.search.runner import require_reference
+from autoprec.search.samplers import quiet_optuna
+from autoprec.search.storage import alone, open_storage, sqlite_url
+from autoprec.search.study import load_or_create
+from autoprec.search.verification import Contender, Proof, RunStore, Verdict, Verification, build_proof, verify
+from autoprec.tasks.protocol import Task
+from autoprec.trials.building import build_model
+from autoprec.trials.isolation import isolated, seed_everything
+from autoprec.trials.outcome import TrialSettings
+from autoprec.trials.pool import default_num_workers
+
+__all__ = ["PolicyProof", "verify_policy"]
+
+FIRST_SEED = 100_000
+"""Distance to the first seed: neither a trial nor the proof of a search used these, so that the evidence is new."""
+POLICY = "policy"
+TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyProof:
+    """What the proof of one policy found.
+
+    Attributes:
+        policy: as it was given, or read from its file.
+        name: the arm that it is.
+        arms: FP32, the policy and plain autocast with their numbers.
+        verification: verdicts and runs.
+        gate: what the file promises beside what was found.
+        target: the device that memory and throughput are for; `target_is_here` says whether they were measured on it.
+        evidence, model: what `updated_policy` writes.
+    """
+
+    policy: Policy
+    name: str
+    arms: Mapping[str, ArmEvidence]
+    verification: Verification
+    gate: Gate
+    target: str
+    target_is_here: bool
+    task_name: str
+    identity: Identity
+    trial: TrialSettings
+    study_name: str
+    folder: Path
+    model: ModelInfo
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.verification.verdicts[self.name]
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether the policy is not worse than FP32 and nothing fell behind what its file promises."""
+        return self.verdict.is_safe and self.gate.holds
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the policy is worse than FP32 by more than the margin, or behind what its file promises."""
+        return self.verdict.kind == "refuted" or not self.gate.holds
+
+    @property
+    def sentence(self) -> str:
+        """The answer in one sentence."""
+        verdict, proof = self.verdict, self.verification.proof
+        mean = "" if verdict.difference is None else f" (mean difference {verdict.difference.mean:+.4f})"
+        what = {
+            "proved": f"Proved: accuracy within {proof.margin:g} of FP32",
+            "refuted": f"Worse: {verdict.reason}",
+            "open": f"Open: {verdict.reason}; a margin of {proof.margin:g} is not proved",
+        }[verdict.kind]
+        needed = self.verification.num_seeds_needed
+        more = f"; about {needed} seeds would do (--max-seeds)" if verdict.kind == "open" and needed else ""
+        behind = [comparison.what for comparison in self.gate.comparisons if comparison.behind]
+        promise = f"; behind what the file promises: {', '.join(behind)}" if behind else ""
+        here = "" if self.target_is_here else f"; provisional: {self.target} was not there"
+        return f"{what}{mean}, {self.verification.num_seeds} paired seeds{more}{promise}{here}."
+
+    def updated_policy(self) -> Policy:
+        """Return the policy with this proof as its evidence; only a proved one keeps a recommendation."""
+        before = self.policy.evidence or Evidence()
+        recommendation = None
+        if self.verdict.is_safe:
+            known = self.policy.recommendation
+            recommendation = Recommendation(
+                choice="policy" if known is None or known.choice == "inconclusive" else known.choice,
+                sentence=self.sentence,
+                provisional=not self.target_is_here,
+                prefer="balanced" if known is None else known.prefer,
+            )
+        return self.policy.replace(
+            model=self.model,
+            recommendation=recommendation,
+            evidence=before.model_copy(
+                update={
+                    "arm": self.name,
+                    "arms": dict(self.arms),
+                    "verification": verification_evidence(self.verification),
+                }
+            ),
+            provenance=build_provenance(
+                self.trial,
+                identity=self.identity,
+                task=self.task_name,
+                study_name=self.study_name,
+                target=self.target,
+                target_is_here=self.target_is_here,
+            ),
+        )
+
+
+def verify_policy(
+    policy: Policy,
+    task: Task,
+    *,
+    device: str | None = None,
+    gpu: str = "a100-80",
+    seed: int = 0,
+    margin: float | None = None,
+    max_seeds: int = 8,
+    num_steps: int = 40,
+    with_autocast: bool = True,
+    tolerance: float = TOLERANCE,
+    trial_timeout: float | None = 900.0,
+    storage: str | None = None,
+    output: Path | None = None,
+    events: Events | None = None,
+    measure: Measure | None = None,
+) -> PolicyProof:
+    """Prove a policy on a task, here: `verify_policy(load_policy("policy.json"), task).is_proved`.
+
+    FP32, the policy and plain autocast in the policy's dtype are trained on seeds that no search used, paired and in
+    turns. The runs are kept in a study of their own (`runs/verify-<task>-<hash>`), which other policies of the same
+    task share; what it holds is not run again.
+
+    Args:
+        policy: found or written by hand.
+        task: what is trained.
+        device: where it trains; None takes CUDA where there is one.
+        gpu: the target of computed and predicted numbers where the device is a CPU.
+        seed: moves all seeds of the proof.
+        margin: how much worse than FP32 the metric may be; None takes the one that the file records, else 0.05.
+        max_seeds: looks are taken after 4 seeds, at each doubling and at this number.
+        num_steps: steps of each run, the learning rate falling to zero.
+        with_autocast: whether plain autocast runs beside the policy.
+        tolerance: how far memory and throughput may fall behind what the file promises, relative.
+        trial_timeout: seconds after which a run is ended, where it has a process of its own.
+        storage: an Optuna database URL; None takes `study.db` in the output folder.
+        output: the folder of the runs.
+        events: hears the progress.
+        measure: runs one training; None takes a process of its own for a task that can travel.
+
+    Raises:
+        ApplyError: the policy does not fit the model.
+        UsageError, StudyError, TaskError: as `search_policy`.
+    """
+    trial = TrialSettings(seed=seed, device=resolve_device(device), gpu=gpu_by_name(gpu).name)
+    proof = build_proof(_margin(policy, margin), max_seeds, num_steps=num_steps, first_seed=FIRST_SEED)
+    model = _fitting_model(policy, task, trial)
+    identity = study_identity(
+        task=task_identity(task),
+        trial=trial.model_dump(mode="json"),
+        model=content_hash(model.model_dump_json()),
+        proof=dataclasses.asdict(proof),
+        versions=versions(),
+    )
+    study_name = f"verify-{file_name(task.name)}-{identity_hash(identity)}"
+    folder = output or Path("runs") / study_name
+    target, target_is_here = target_of(trial)
+    contenders = _contenders(policy, with_autocast=with_autocast)
+    with (
+        _opened(folder, storage, study_name, identity) as store,
+        _measuring(task, measure, trial_timeout, trial.device) as run,
+    ):
+        verification = verify(
+            contenders,
+            run,
+            proof=proof,
+            trial_settings=trial,
+            store=store,
+            order=[contenders[1].name, FP32],
+            resolution=metric_resolution(task),
+            events=events or Events(),
+            check_reference=require_reference,
+        )
+    arms = arm_evidence(_candidates(contenders, verification), verification)
+    gate = compare_with_promise(
+        policy,
+        arms[contenders[1].name],
+        identity=identity,
+        target=target,
+        target_is_here=target_is_here,
+        num_steps=num_steps,
+        tolerance=tolerance,
+    )
+    return PolicyProof(
+        policy=policy,
+        name=contenders[1].name,
+        arms=arms,
+        verification=verification,
+        gate=gate,
+        target=target,
+        target_is_here=target_is_here,
+        task_name=task.name,
+        identity=identity,
+        trial=trial,
+        study_name=study_name,
+        folder=folder,
+        model=model,
+    )
+
+
+def _margin(policy: Policy, margin: float | None) -> float:
+    if margin is not None:
+        return margin
+    recorded = None if policy.evidence is None else policy.evidence.verification
+    return Proof().margin if recorded is None else recorded.margin
+
+
+def _fitting_model(policy: Policy, task: Task, trial: TrialSettings) -> ModelInfo:
+    """Return the structure of the task's model after a trial of fit, so that nothing runs for a policy that does not.
+
+    Raises:
+        ApplyError: it does not fit.
+    """
+    with isolated(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)  # a run says the same, and emulates what is slow here
+        seed_everything(trial.seed)
+        model = build_model(task, torch.device("cpu"))
+        apply_policy(model, policy)
+        remove_policy(model)
+        return describe_model(read_structure(model), task.name)
+
+
+def _contenders(policy: Policy, *, with_autocast: bool) -> list[Contender]:
+    """Return FP32, the policy under its own name, and plain autocast where the policy is not just that."""
+    recorded = POLICY if policy.evidence is None else policy.evidence.arm
+    name = POLICY if recorded in BASELINES or not recorded else recorded
+    autocast = AUTOCAST_BF16 if policy.dtype == "bf16" else AUTOCAST_FP16
+    found = [_contender(FP32, BASELINES[FP32]), _contender(name, policy)]
+    beside = _contender(autocast, BASELINES[autocast])
+    return [*found, beside] if with_autocast and beside.key not in [c.key for c in found] else found
+
+
+def _contender(name: str, policy: Policy) -> Contender:
+    return Contender(name, policy, policy_key(policy))
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, storage: str | None, study_name: str, identity: Identity) -> Iterator[RunStore]:
+    quiet_optuna()
+    folder.mkdir(parents=True, exist_ok=True)
+    with alone(folder):
+        database = open_storage(storage or sqlite_url(folder / "study.db"))
+        yield RunStore(load_or_create(database, name=study_name, identity=identity))
+
+
+@contextlib.contextmanager
+def _measuring(task: Task, measure: Measure | None, trial_timeout: float | None, device: str) -> Iterator[Measure]:
+    if measure is not None:
+        yield measure
+        return
+    workers = default_num_workers(task, device)
+    with open_measure(task, timeout_seconds=trial_timeout, num_workers=workers) as opened:
+        yield opened
+
+
+def _candidates(contenders: Sequence[Contender], verification: Verification) -> list[Candidate]:
+    """Return the arms with the outcome of their first run, which gives memory and throughput."""
+    first = {c.name: next(iter(verification.outcomes[c.name].values())) for c in contenders}
+    return with_ratios([Candidate(c.name, c.policy, c.key, first[c.name]) for c in contenders], verification)
