@@ -35,8 +35,11 @@ def _is_front(path: Path) -> bool:
     """Whether a file holds a front; what is no JSON object at all is left to the policy's own errors."""
     import json
 
+    from autoprec.policy.strict_json import MAX_FILE_BYTES
+
     try:
-        data = json.loads(path.read_bytes())
+        with path.open("rb") as opened:
+            data = json.loads(opened.read(MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(data, dict) and "front" in data

@@ -13,7 +13,7 @@ from autoprec.trials.outcome import Outcome
 __all__ = ["NO_RATIOS", "Ratios", "counted", "outcome_ratios", "paired_ratios"]
 
 ALPHA = 0.025
-"""Each side of a two-sided 95 % interval."""
+"""Each side of a two-sided 95 % interval; shared by the arms of a proof, so that it holds for all of them together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,17 @@ def outcome_ratios(outcome: Outcome, reference: Outcome) -> Ratios:
     )
 
 
-def paired_ratios(runs: Mapping[int, Outcome], reference: Mapping[int, Outcome]) -> Ratios:
+def paired_ratios(runs: Mapping[int, Outcome], reference: Mapping[int, Outcome], *, num_arms: int = 1) -> Ratios:
     """Return the ratios over the seeds that both arms have: geometric means, with intervals where measured.
 
     Numbers that are computed or predicted are the same for every seed: they have no spread, and none is claimed.
+
+    Args:
+        num_arms: how many arms are compared with the reference; the intervals hold for all together (Bonferroni).
     """
     pairs = [outcome_ratios(runs[index], reference[index]) for index in sorted(runs.keys() & reference.keys())]
-    return Ratios(_pooled([pair.memory for pair in pairs]), _pooled([pair.throughput for pair in pairs]))
+    alpha = ALPHA / num_arms
+    return Ratios(_pooled([pair.memory for pair in pairs], alpha), _pooled([pair.throughput for pair in pairs], alpha))
 
 
 def counted(ratio: Number | None) -> float:
@@ -60,11 +64,11 @@ def _ratio(number: Number | None, reference: Number | None) -> Number | None:
     return Number(value=number.value / reference.value, kind=number.kind)
 
 
-def _pooled(ratios: list[Number | None]) -> Number | None:
+def _pooled(ratios: list[Number | None], alpha: float) -> Number | None:
     known = [ratio for ratio in ratios if ratio is not None]
     if not known or len(known) < len(ratios) or len({ratio.kind for ratio in known}) > 1:
         return None
     if known[0].kind != "measured" or len(known) < 2:
         return known[0]
-    found = interval([math.log(ratio.value) for ratio in known], alpha=ALPHA)
+    found = interval([math.log(ratio.value) for ratio in known], alpha=alpha)
     return Number(value=math.exp(found.mean), kind="measured", low=math.exp(found.low), high=math.exp(found.high))

@@ -177,7 +177,8 @@ class Verification:
         """Return an arm's memory and throughput over FP32's, from the pairs of the proof; nothing for FP32 itself."""
         if name == FP32:
             return Ratios()
-        return paired_ratios(self.outcomes.get(name, {}), self.outcomes.get(FP32, {}))
+        num_arms = max(1, sum(bool(runs) for runs in self.outcomes.values()) - 1)
+        return paired_ratios(self.outcomes.get(name, {}), self.outcomes.get(FP32, {}), num_arms=num_arms)
 
 
 class RunStore:
@@ -217,8 +218,8 @@ def verify(
     """Train the contenders, FP32 among them, until the best that is proved is known or the seeds are used up.
 
     All contenders of a stage are trained to the first look; after it only open ones that would be used if they were
-    proved. Where there are such, FP32 is run against itself to tell noise from harm. Runs that the store holds are not
-    made again.
+    proved. Where such are left at the end, FP32 is run against itself to tell noise from harm. Runs that the store
+    holds are not made again.
 
     Args:
         order: names of the arms from the one that would be used first, FP32 among them; those after FP32, or not in it,
@@ -240,8 +241,8 @@ def verify(
             progress.run(still_open, num_seeds, reference)
             for contender in still_open:
                 verdicts[contender.name] = judge(contender, reference, progress.known, num_seeds, proof, resolution)
-            if not look and set(better_but_open(order, verdicts)) & {c.name for c in stage}:
-                progress.run([_perturbed(reference)], num_seeds, reference)
+    if better_but_open(order, verdicts):
+        progress.run([_perturbed(reference)], proof.looks[0], reference)
     runs = {c.name: progress.of(c) for c in contenders}
     return Verification(proof, verdicts, runs, _noise(progress, reference))
 
