@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 SEARCH ?= --model resnet50 --n-trials 8
 
 .PHONY: search test lint types pytest test-slow benchmarks clean
@@ -19,7 +20,7 @@ types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 pytest: $(VENV)/.installed-dev
-	$(BIN)/pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS) --dist worksteal
 
 # Heavier checks than the suite allows, and every figure that the documentation quotes.
 test-slow: $(VENV)/.installed-dev
