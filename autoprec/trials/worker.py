@@ -104,7 +104,12 @@ class Worker:
             StudyError: no process could be started.
         """
         started = time.perf_counter()
-        process = self._ready()
+        try:
+            process = self._ready()
+        except StudyError:
+            if self._is_stopped:
+                return _lost("crashed", "stopped before it began", "")
+            raise
         process.mark_stderr()
         message = {"policy": policy.to_json(), "settings": settings.model_dump(mode="json")}
         try:

@@ -37,16 +37,17 @@ def test_trials_at_once_equal_trials_alone() -> None:
     assert alone[0] != alone[1]
 
 
-def test_stopping_ends_every_trial_that_runs() -> None:
+@pytest.mark.parametrize("seconds", [0.0, 3.0], ids=["while the processes start", "in mid-trial"])
+def test_stopping_ends_every_trial_that_runs(seconds: float) -> None:
     with WorkerPool(source("always:hang").build(), num_workers=2) as pool:
         kinds: list[str] = []
         threads = [threading.Thread(target=lambda: kinds.append(pool.run(FP32, SHORT).kind)) for _ in range(2)]
         for thread in threads:
             thread.start()
-        time.sleep(1.0)
+        time.sleep(seconds)
         pool.stop()
         for thread in threads:
-            thread.join(10)
+            thread.join(30)
         assert kinds == ["crashed", "crashed"]
 
 
