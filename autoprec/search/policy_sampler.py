@@ -1,0 +1,157 @@
+"""`PolicySampler`: an Optuna sampler for studies whose parameters are the precisions of a model's units.
+
+    study = optuna.create_study(directions=["minimize", "maximize"], sampler=PolicySampler(seed=0, reciprocal=[1]))
+    study.optimize(objective, n_trials=30)
+
+where `objective` suggests `trial.suggest_categorical("precision/layer1", ["fp32", "autocast", "fp16"])` for each unit,
+in call order, and returns, say, memory and throughput. A training that fails is told by
+`trial.set_constraint("finite", 1.0)`, the first unit that was not finite by
+`trial.set_user_attr("failed_unit", "precision/layer1")`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.samplers import BaseSampler, TPESampler
+from optuna.search_space import IntersectionSearchSpace
+from optuna.study import Study
+from optuna.trial import FrozenTrial
+
+from autoprec.search.prior import PolicyPrior
+from autoprec.search.proposals import best_so_far, propose
+from autoprec.search.trial_history import encode_decisions, read_history
+
+__all__ = ["PolicySampler", "SAFE_CHOICE"]
+
+SAFE_CHOICE = "fp32"
+LATE_AFTER, LATE_EVERY = 20, 4
+
+
+class PolicySampler(BaseSampler):
+    """Propose policies from an additive cost model, solved exactly over the units in call order.
+
+    Decisions are the categorical parameters that offer `safe_choice`. Each objective and each constraint is modelled as
+    a sum of costs of units and of the borders between units of different precision; trials correct it, and dynamic
+    programming finds the policies worth a trial. All state is the study's: a resumed study, and several workers on
+    one, go on as one. Other parameters, and decisions as long as the model predicts nothing, are sampled by TPE.
+
+    The first policy of an empty study is the safe choice everywhere: all else is measured against it.
+
+    Args:
+        seed: with the trial's number it decides every draw; None draws one.
+        prior: what a profile says of the units; None starts from nothing.
+        preference: weight of each objective in relative terms (1 % of one against 1 % of the other); None weighs all
+            the same. Every fourth proposal looks elsewhere on the front.
+        reciprocal: numbers of the objectives, such as a throughput, that add up over units as 1 / value.
+        fixed: parameters that get this value whatever happens.
+        same: names in `fixed` that change what a trial gives: one with another value teaches nothing about precisions.
+        late: names among them that are searched after the precisions: from the trial number `LATE_AFTER` on every
+            `LATE_EVERY`th trial gives the best policy so far another value of one of them.
+        safe_choice: the choice that never makes a training fail.
+        ignore_failed: trials in state FAIL say nothing about their policy (they were interrupted); False takes a failed
+            trial for a failed training.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int | None = None,
+        prior: PolicyPrior | None = None,
+        preference: Sequence[float] | None = None,
+        reciprocal: Sequence[int] = (),
+        fixed: Mapping[str, Any] | None = None,
+        same: Sequence[str] = (),
+        late: Sequence[str] = (),
+        safe_choice: str = SAFE_CHOICE,
+        ignore_failed: bool = False,
+    ) -> None:
+        self._seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
+        self._prior = prior or PolicyPrior()
+        self._preference = None if preference is None else tuple(preference)
+        self._reciprocal = tuple(reciprocal)
+        self._fixed = dict(fixed or {})
+        self._same = {name: self._fixed[name] for name in (*same, *late) if name in self._fixed}
+        self._searched_late = tuple(name for name in late if name in self._fixed)
+        self._safe_choice = safe_choice
+        self._ignore_failed = ignore_failed
+        self._common = IntersectionSearchSpace(include_pruned=True)
+
+    def reseed_rng(self) -> None:
+        """Do nothing: draws depend on the seed and the trial's number, so that workers never repeat each other's."""
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """Return what all finished trials had in common, single choices and fixed parameters left out."""
+        space = self._common.calculate(study)
+        return {n: d for n, d in space.items() if not d.single() and n not in self._fixed}
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """Return a value for every parameter of `search_space`."""
+        proposed = self._propose(study, trial, search_space)
+        return {
+            name: proposed[name] if name in proposed else self.sample_independent(study, trial, name, distribution)
+            for name, distribution in search_space.items()
+        }
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """Return the fixed or pinned value, the safe choice in an empty study, else TPE's suggestion."""
+        if param_name == self._late(trial):
+            return self._other_value(trial, param_name, param_distribution)
+        if param_name in self._fixed:
+            return self._fixed[param_name]
+        if param_name in self._prior.pinned:
+            return self._prior.pinned[param_name]
+        if isinstance(param_distribution, CategoricalDistribution):
+            is_first = not any(t.state.is_finished() for t in study.get_trials(deepcopy=False))
+            if is_first and self._safe_choice in param_distribution.choices:
+                return self._safe_choice
+        number = zlib.crc32(param_name.encode())
+        fallback = TPESampler(seed=int(np.random.SeedSequence([self._seed, trial.number, number]).generate_state(1)[0]))
+        return fallback.sample_independent(study, trial, param_name, param_distribution)
+
+    def _propose(self, study: Study, trial: FrozenTrial, space: Mapping[str, BaseDistribution]) -> Mapping[str, Any]:
+        trials = [t for t in study.get_trials(deepcopy=False) if t.number != trial.number]
+        encoding = encode_decisions(space, trials, self._prior, safe_choice=self._safe_choice)
+        if not encoding.parameters:
+            return {}
+        history = read_history(
+            encoding,
+            trials,
+            study.directions,
+            reciprocal=self._reciprocal,
+            ignore_failed=self._ignore_failed,
+            same=self._same,
+        )
+        weights = (
+            np.ones(len(study.directions)) if self._preference is None else np.array(self._preference, dtype=float)
+        )
+        if len(weights) != len(study.directions) or (weights < 0).any() or not weights.any():
+            raise ValueError(
+                f"preference is {self._preference}; {len(study.directions)} weights from 0, not all 0, are needed"
+            )
+        rng = np.random.default_rng([self._seed, trial.number])
+        if self._late(trial) is not None and history.feasible.any():
+            return encoding.values(best_so_far(history, weights))
+        chosen = propose(encoding, history, self._prior, weights=weights, number=trial.number, rng=rng)
+        return {} if chosen is None else encoding.values(chosen)
+
+    def _late(self, trial: FrozenTrial) -> str | None:
+        """Return the late parameter that this trial is about; None where it is about precisions."""
+        turn, rest = divmod(trial.number - LATE_AFTER, LATE_EVERY)
+        names = self._searched_late
+        return names[turn % len(names)] if names and turn >= 0 and rest == 0 else None
+
+    def _other_value(self, trial: FrozenTrial, name: str, distribution: BaseDistribution) -> Any:
+        """Return a value that is not the fixed one; the fixed one where there is no other or the range is no list."""
+        choices = distribution.choices if isinstance(distribution, CategoricalDistribution) else ()
+        others = [choice for choice in choices if choice != self._fixed[name]]
+        rng = np.random.default_rng([self._seed, trial.number])
+        return others[int(rng.integers(len(others)))] if others else self._fixed[name]
