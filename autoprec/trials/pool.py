@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -44,6 +44,14 @@ class WorkerPool:
         worker = self._idle.get()
         try:
             return worker.run(policy, settings, timeout_seconds=timeout_seconds)
+        finally:
+            self._idle.put(worker)
+
+    def call(self, name: str, arguments: dict[str, Any], *, timeout_seconds: float | None = None) -> Any:
+        """Call a function with the task in the next idle process; see `Worker.call`."""
+        worker = self._idle.get()
+        try:
+            return worker.call(name, arguments, timeout_seconds=timeout_seconds)
         finally:
             self._idle.put(worker)
 

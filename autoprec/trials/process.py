@@ -27,7 +27,7 @@ WATCH_SECONDS = 1.0
 
 
 def serve(parent: connection.Connection, stderr: int, first: dict[str, Any]) -> None:
-    """Run as the process: `first` says what to build; each later message is one trial, each answer its outcome."""
+    """Run as the process: `first` says what to build; each later message is a trial or a call."""
     _detach_from_terminal()
     _die_with_search(first["search_pid"])
     os.dup2(stderr, 1)  # what the task prints must not end in the search's own output
@@ -63,6 +63,9 @@ def _build(parent: connection.Connection, first: dict[str, Any]) -> Any:
 
 
 def _answer(parent: connection.Connection, task: Any, message: dict[str, Any]) -> None:
+    if "call" in message:
+        _send(parent, _called(task, message))
+        return
     from autoprec.policy import Policy
     from autoprec.trials.outcome import TrialSettings
     from autoprec.trials.runner import run_trial
@@ -70,6 +73,16 @@ def _answer(parent: connection.Connection, task: Any, message: dict[str, Any]) -
     settings = TrialSettings.model_validate(message["settings"])
     outcome = run_trial(task, Policy.from_json(message["policy"]), settings)
     _send(parent, {"outcome": outcome.model_dump(mode="json")})
+
+
+def _called(task: Any, message: dict[str, Any]) -> dict[str, Any]:
+    """Call the named function with the task; an exception is an answer."""
+    from autoprec.tasks.source import load_function
+
+    try:
+        return {"value": load_function(message["call"])(task, **message["arguments"])}
+    except Exception as error:
+        return {"error": f"{describe(error)}\n{format_traceback(error)}"}
 
 
 def _send(parent: connection.Connection, answer: dict[str, Any]) -> None:

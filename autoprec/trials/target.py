@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autoprec.apply import apply_policy, build_grad_scaler, read_structure
-from autoprec.estimates import estimate_step
+from autoprec.estimates import StepEstimate, estimate_step
 from autoprec.policy import Number, Policy, resolve_precisions
 from autoprec.tasks.batches import count_samples, move_batch, open_batches
 from autoprec.tasks.protocol import Batch, Task
@@ -23,7 +23,7 @@ from autoprec.trials.building import build_model, build_task_optimizers
 from autoprec.trials.isolation import release, seed_everything
 from autoprec.trials.outcome import TrialSettings
 
-__all__ = ["TargetFigures", "estimate_figures", "target_figures"]
+__all__ = ["TargetFigures", "estimate_figures", "target_batch", "target_estimate", "target_figures"]
 
 NUM_WARMUP_STEPS = 5
 NUM_TIMED_STEPS = 15
@@ -39,7 +39,7 @@ class TargetFigures:
     notes: tuple[str, ...] = ()
 
 
-_ESTIMATES: weakref.WeakKeyDictionary[Task, dict[str, TargetFigures]] = weakref.WeakKeyDictionary()
+_ESTIMATES: weakref.WeakKeyDictionary[Task, dict[str, StepEstimate]] = weakref.WeakKeyDictionary()
 
 
 def target_figures(task: Task, policy: Policy, settings: TrialSettings) -> TargetFigures:
@@ -60,6 +60,17 @@ def estimate_figures(task: Task, policy: Policy, settings: TrialSettings) -> Tar
 
     Sets the random state; equal policies are estimated once.
     """
+    estimate = target_estimate(task, policy, settings)
+    return TargetFigures(
+        peak_memory_bytes=estimate.peak_memory_bytes,
+        throughput_samples_per_second=estimate.throughput_samples_per_second,
+        memory_by_category={name: float(size) for name, size in estimate.by_category.items()},
+        notes=tuple(estimate.notes),
+    )
+
+
+def target_estimate(task: Task, policy: Policy, settings: TrialSettings) -> StepEstimate:
+    """Estimate one step at the target shape for `settings.gpu`; equal policies are estimated once."""
     seed_everything(settings.seed)
     model = build_model(task, torch.device("cpu"), build=_target_model(task))
     cached = _ESTIMATES.setdefault(task, {})
@@ -73,7 +84,8 @@ def _target_model(task: Task) -> Callable[[], nn.Module] | None:
     return task.target.model if task.target is not None else None
 
 
-def _target_batch(task: Task) -> Batch:
+def target_batch(task: Task) -> Batch:
+    """Return one batch of the target shape, or the first training batch where the task has none."""
     if task.target is not None:
         return task.target.make_batch()
     return next(open_batches(task.train_batches, name="training"))
@@ -88,22 +100,16 @@ def _policy_key(model: nn.Module, policy: Policy, gpu: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _estimate(model: nn.Module, task: Task, policy: Policy, gpu: str) -> TargetFigures:
-    estimate = estimate_step(
+def _estimate(model: nn.Module, task: Task, policy: Policy, gpu: str) -> StepEstimate:
+    return estimate_step(
         model,
-        _target_batch(task),
+        target_batch(task),
         task.loss,
         losses=tuple(task.losses.values()),
         policy=policy,
         optimizers=lambda copied: build_task_optimizers(task, policy, copied),
         accumulation_steps=task.accumulation_steps,
         gpu=gpu,
-    )
-    return TargetFigures(
-        peak_memory_bytes=estimate.peak_memory_bytes,
-        throughput_samples_per_second=estimate.throughput_samples_per_second,
-        memory_by_category={name: float(size) for name, size in estimate.by_category.items()},
-        notes=tuple(estimate.notes),
     )
 
 
@@ -112,7 +118,7 @@ def _measure(task: Task, policy: Policy, device: torch.device) -> TargetFigures:
     model = build_model(task, device, build=_target_model(task))
     reference = weakref.ref(model)
     apply_policy(model, policy)
-    batch = move_batch(_target_batch(task), device)
+    batch = move_batch(target_batch(task), device)
     step = TrainingStep(
         build_task_optimizers(task, policy, model),
         grad_scaler=build_grad_scaler(policy, device=device),

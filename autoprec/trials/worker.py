@@ -11,12 +11,12 @@ import multiprocessing
 import time
 import weakref
 from multiprocessing import util
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from autoprec.errors import StudyError, TaskError
 from autoprec.policy import Policy
 from autoprec.tasks.protocol import Task
-from autoprec.tasks.source import TaskSource
+from autoprec.tasks.source import TaskSource, load_function
 from autoprec.trials.outcome import Outcome, TrialSettings
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class TrialRunner(Protocol):
     """Runs trials of one task, in a process of its own or in this one."""
 
     def run(self, policy: Policy, settings: TrialSettings, *, timeout_seconds: float | None = None) -> Outcome: ...
+
+    def call(self, name: str, arguments: dict[str, Any], *, timeout_seconds: float | None = None) -> Any: ...
 
     def stop(self) -> None: ...
 
@@ -60,6 +62,19 @@ class InlineWorker:
         from autoprec.trials.runner import run_trial
 
         return run_trial(self._task, policy, settings)
+
+    def call(self, name: str, arguments: dict[str, Any], *, timeout_seconds: float | None = None) -> Any:
+        """Call `package.module:function` with the task and JSON values, and return the JSON value that it returns.
+
+        Raises:
+            TaskError: the function raised; the message says what.
+        """
+        from autoprec.trials.failures import describe, format_traceback
+
+        try:
+            return load_function(name)(self._task, **arguments)
+        except Exception as error:
+            raise TaskError(f"{describe(error)}\n{format_traceback(error)}") from error
 
     def stop(self) -> None:
         """A trial in this process ends with the exception that interrupts it."""
@@ -125,6 +140,28 @@ class Worker:
         else:
             return Outcome.model_validate(reply["outcome"])
         return outcome.model_copy(update={"wall_seconds": time.perf_counter() - started})
+
+    def call(self, name: str, arguments: dict[str, Any], *, timeout_seconds: float | None = None) -> Any:
+        """Call `package.module:function` in the process with the task and JSON values; return its JSON value.
+
+        Raises:
+            TaskError: the function raised, or the process was lost or took too long; the message says how.
+        """
+        process = self._ready()
+        process.mark_stderr()
+        try:
+            reply = process.ask({"call": name, "arguments": arguments}, timeout_seconds=timeout_seconds)
+        except TimeoutError:
+            raise TaskError(f"no result within {timeout_seconds:g} s\n{self._stop(with_stack=True)}") from None
+        except EOFError:
+            reason = process.describe_exit()
+            raise TaskError(f"the process ended: {reason}\n{self._stop()}") from None
+        except BaseException:
+            self._stop()
+            raise
+        if "error" in reply:
+            raise TaskError(reply["error"])
+        return reply["value"]
 
     def start(self) -> None:
         """Start the process and build the task in it now, rather than at the first trial."""

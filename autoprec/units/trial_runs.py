@@ -20,7 +20,7 @@ from autoprec.errors import ApplyError, PrecisionWarning
 from autoprec.policy import PRECISIONS, Policy, Precision
 from autoprec.units.find import Call, undisturbed
 
-__all__ = ["refused_by_units", "refused_by_composites"]
+__all__ = ["refused_by_units", "refused_by_composites", "map_tensors"]
 
 LOW: tuple[Precision, ...] = tuple(precision for precision in PRECISIONS if precision != "fp32")
 MAX_ROUNDS = 16
@@ -117,22 +117,22 @@ def _fresh_inputs(call: Call) -> tuple[tuple[Any, ...], dict[str, Any], list[tor
         return copied
 
     return (
-        tuple(_map_tensors(value, fresh) for value in call.args),
-        {key: _map_tensors(value, fresh) for key, value in call.kwargs.items()},
+        tuple(map_tensors(value, fresh) for value in call.args),
+        {key: map_tensors(value, fresh) for key, value in call.kwargs.items()},
         inputs,
     )
 
 
-def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, tuple):
-        items = [_map_tensors(item, function) for item in value]
+        items = [map_tensors(item, function) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if type(value) is list:
-        return [_map_tensors(item, function) for item in value]
+        return [map_tensors(item, function) for item in value]
     if type(value) is dict:
-        return {key: _map_tensors(item, function) for key, item in value.items()}
+        return {key: map_tensors(item, function) for key, item in value.items()}
     return copy.copy(value)
 
 
@@ -144,7 +144,7 @@ def _backward(output: Any, wrt: list[torch.Tensor]) -> None:
             outputs.append(tensor.float().sum())
         return tensor
 
-    _map_tensors(output, collect)
+    map_tensors(output, collect)
     wanted = [tensor for tensor in wrt if tensor.requires_grad]
     if outputs and wanted:
         torch.autograd.grad(torch.stack(outputs).sum(), wanted, allow_unused=True)
@@ -203,7 +203,7 @@ def _signature(call: Call) -> Any:
         shapes.append((tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
         return tensor
 
-    _map_tensors((call.args, call.kwargs), describe)
+    map_tensors((call.args, call.kwargs), describe)
     module = call.module
     if not type(module).__module__.startswith("torch.nn."):
         return id(module)

@@ -130,3 +130,10 @@ def build(fault: str = "none") -> Task:
 
 def build_nothing() -> None:
     return None
+
+
+def describe_task(task: Task, **arguments: Any) -> dict[str, Any]:
+    """What a test lets a worker call: it returns the task's name and what it was given."""
+    if arguments.get("fails"):
+        raise ValueError("as asked")
+    return {"name": task.name, **arguments}

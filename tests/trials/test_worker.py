@@ -70,6 +70,14 @@ def test_a_trial_in_the_worker_equals_one_in_this_process(healthy: Worker) -> No
     assert numbers(healthy.run(FP32, SHORT)) == here
 
 
+def test_a_function_is_called_with_the_task_in_the_worker_as_here(healthy: Worker) -> None:
+    for runner in (healthy, InlineWorker(build())):
+        assert runner.call(f"{FILE}:describe_task", {"size": 3}) == {"name": "faulty-none", "size": 3}
+        with pytest.raises(TaskError, match="ValueError: as asked"):
+            runner.call(f"{FILE}:describe_task", {"fails": True})
+    assert healthy.run(FP32, SHORT).is_ok
+
+
 def test_the_process_is_kept_between_trials(healthy: Worker) -> None:
     healthy.run(FP32, SHORT)
     pid = healthy.pid
