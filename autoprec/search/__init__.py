@@ -3,6 +3,8 @@
 from autoprec.search.pipeline import SearchResult, run_search, search_policy
 from autoprec.search.plan import SearchPlan, SearchSettings, prepare_search
 from autoprec.search.policy_proof import PolicyProof, verify_policy
+from autoprec.search.policy_sampler import PolicySampler
+from autoprec.search.prior import CostPrior, PolicyPrior
 
 __all__ = [
     "search_policy",
@@ -13,4 +15,7 @@ __all__ = [
     "SearchSettings",
     "SearchPlan",
     "SearchResult",
+    "PolicySampler",
+    "PolicyPrior",
+    "CostPrior",
 ]

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from autoprec.policy import (
     ArmEvidence,
     Evidence,
+    GradScalerSettings,
     Number,
     Policy,
     Provenance,
@@ -19,6 +20,7 @@ from autoprec.policy import (
 from autoprec.search.arms import FP32
 from autoprec.search.fingerprint import Identity, versions
 from autoprec.search.plan import SearchPlan
+from autoprec.search.profile_prior import Lessons, unit_figures
 from autoprec.search.recommendation import Candidate, Choice
 from autoprec.search.statistics import interval
 from autoprec.search.verification import Verification
@@ -35,7 +37,11 @@ __all__ = [
 
 
 def exported_policy(
-    plan: SearchPlan, choice: Choice, candidates: Sequence[Candidate], verification: Verification
+    plan: SearchPlan,
+    choice: Choice,
+    candidates: Sequence[Candidate],
+    verification: Verification,
+    lessons: Lessons | None = None,
 ) -> Policy:
     """Return the recommended policy with model, evidence, provenance and recommendation."""
     return choice.policy.replace(
@@ -44,7 +50,7 @@ def exported_policy(
         evidence=Evidence(
             arm=choice.name,
             arms=arm_evidence(candidates, verification),
-            units=_unit_evidence(plan, choice),
+            units=_unit_evidence(plan, choice, lessons or Lessons()),
             verification=verification_evidence(verification),
         ),
         provenance=build_provenance(
@@ -143,8 +149,9 @@ def _mean(numbers: Sequence[Number | None]) -> Number | None:
     return Number(value=found.mean, kind=known[0].kind, low=found.low, high=found.high)
 
 
-def _unit_evidence(plan: SearchPlan, choice: Choice) -> dict[str, UnitEvidence]:
-    """Say for each unit of the decisions which precision it has and what decided it."""
+def _unit_evidence(plan: SearchPlan, choice: Choice, lessons: Lessons) -> dict[str, UnitEvidence]:
+    """Say for each unit of the decisions which precision it has and what decided it, with the profile's figures."""
+    scale = choice.policy.grad_scaler.init_scale if choice.policy.grad_scaler else GradScalerSettings().init_scale
     found: dict[str, UnitEvidence] = {}
     for decision in plan.decisions:
         refused = "; ".join(f"{name}: {reason}" for name, reason in decision.reasons.items())
@@ -152,7 +159,10 @@ def _unit_evidence(plan: SearchPlan, choice: Choice) -> dict[str, UnitEvidence]:
             precision = choice.policy.modules.get(name, choice.policy.default)
             why = f"decision {decision.name}" if choice.kind == "policy" else f"recommended: {choice.name}"
             reason = f"pinned ({refused})" if decision.is_pinned and refused else why
-            found[name] = UnitEvidence(precision=precision, reason=reason[:2_000])
+            if decision.name in lessons.reasons and choice.kind == "policy":
+                reason = f"not searched: {lessons.reasons[decision.name]}"
+            figures = {} if lessons.profile is None else unit_figures(lessons.profile, name, precision, scale)
+            found[name] = UnitEvidence(precision=precision, reason=reason[:2_000], **figures)
     return found
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoprec.policy import Policy
+from autoprec.profiling.profile import Profile
 from autoprec.search.lookahead import Measure
 from autoprec.tasks.protocol import Task
 from autoprec.trials.outcome import Outcome, TrialSettings
 from autoprec.trials.pool import WorkerPool
 
 __all__ = ["open_measure"]
+
+PROFILER = "autoprec.profiling.run:profile_as_json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,11 @@ class _PoolMeasure:
 
     def __call__(self, policy: Policy, settings: TrialSettings) -> Outcome:
         return self.pool.run(policy, settings, timeout_seconds=self.timeout_seconds)
+
+    def profile(self, units: Sequence[str], settings: TrialSettings, study_name: str) -> Profile:
+        arguments = {"units": list(units), "settings": settings.model_dump(mode="json"), "study_name": study_name}
+        value = self.pool.call(PROFILER, arguments, timeout_seconds=self.timeout_seconds)
+        return Profile.model_validate(value)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,15 @@ from autoprec.policy import GradScalerSettings, OptimizerSettings, Policy, Preci
 from autoprec.search.decision import Decision
 from autoprec.search.space import Range, SearchSpace, matches_any
 
-__all__ = ["Parameters", "ParameterValue", "build_parameters", "policy_key"]
+__all__ = [
+    "AMSGRAD",
+    "AUTOCAST_DTYPE",
+    "EPS",
+    "Parameters",
+    "ParameterValue",
+    "build_parameters",
+    "policy_key",
+]
 
 ParameterValue = str | bool | int | float
 
@@ -105,6 +113,13 @@ class Parameters:
         }
         return policy.replace(modules=modules | changed)
 
+    def owner_of(self, module: str) -> str | None:
+        """Return the parameter that decides a module, itself or as a part of a unit; None where none does."""
+        owners = {unit: decision.parameter for decision in self.free_decisions for unit in decision.units}
+        while module and module not in owners:
+            module = module.rpartition(".")[0]
+        return owners.get(module)
+
     def key(self, policy: Policy) -> str:
         """Hash what makes two policies of this study different in effect."""
         chosen = {d.name: self._effective(d, policy) for d in self.decisions}
@@ -112,10 +127,13 @@ class Parameters:
 
     def _effective(self, decision: Decision, policy: Policy) -> str:
         choice = self.precision(policy, decision)
-        same = matches_any(decision.lead_type, AUTOCAST_HALF_TYPES) and all(
+        return "autocast" if choice == policy.dtype and self.is_half_under_autocast(decision) else choice
+
+    def is_half_under_autocast(self, decision: Decision) -> bool:
+        """Whether autocast runs all of a decision in half, so that `autocast` and its dtype are one for it."""
+        return matches_any(decision.lead_type, AUTOCAST_HALF_TYPES) and all(
             matches_any(kind, (*AUTOCAST_HALF_TYPES, *self.followers)) for kind in decision.units.values()
         )
-        return "autocast" if same and choice == policy.dtype else choice
 
     def _inherited(self, name: str, default: Precision) -> Precision:
         return "fp32" if any(name.startswith(f"{code}.") for code in self.fp32_code if code) else default

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,17 @@ from autoprec.search.events import Events
 from autoprec.search.export import exported_policy, proof_means
 from autoprec.search.front import build_front
 from autoprec.search.lookahead import Measure
+from autoprec.search.loss_test import lowers_loss
 from autoprec.search.measuring import open_measure
+from autoprec.search.parameters import AMSGRAD, AUTOCAST_DTYPE, EPS
 from autoprec.search.plan import MAX_FINALISTS, SearchPlan, SearchSettings, prepare_search, resolve_device
+from autoprec.search.profiling import Lessons, learn
 from autoprec.search.recommendation import PREFERENCES, Candidate, Choice, Prefer, choose, order_of, rank
 from autoprec.search.revert import give_back, savings
 from autoprec.search.runner import run_trials
-from autoprec.search.samplers import build_sampler, quiet_optuna
+from autoprec.search.samplers import POLICY, build_sampler, quiet_optuna
 from autoprec.search.storage import alone, open_storage, sqlite_url
-from autoprec.search.study import SearchStudy, TrialRecord, open_study
+from autoprec.search.study import OBJECTIVES, SearchStudy, TrialRecord, open_study
 from autoprec.search.verification import Contender, RunStore, Verification, verify
 from autoprec.tasks.batches import count_samples, open_batches
 from autoprec.tasks.protocol import Task
@@ -35,6 +38,14 @@ from autoprec.trials.target import TargetFigures, estimate_figures
 __all__ = ["SearchResult", "metric_resolution", "run_search", "search_policy", "with_ratios"]
 
 SAVINGS_PREFIX = "autoprec:savings:"
+
+PREFERENCE_WEIGHTS: Mapping[str, tuple[float, float, float]] = {
+    "balanced": (1.0, 1.0, 0.0),
+    "fastest": (0.1, 1.0, 0.0),
+    "smallest": (1.0, 0.1, 0.0),
+}
+"""Weights of memory, time and accuracy in what the policy sampler looks for; accuracy is its constraint. Where time is
+only predicted, every preference goes by memory, as the recommendation does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +107,9 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
     plan.folder.mkdir(parents=True, exist_ok=True)
     with alone(plan.folder):
         _check_folder(plan)
+        lessons = learn(plan, measure, events)
         storage = open_storage(plan.settings.storage or sqlite_url(plan.folder / "study.db"))
-        study = _open(plan, storage)
+        study = _open(plan, storage, lessons)
         num_stale = study.fail_stale()
         if num_stale:
             events.note(f"{num_stale} trial(s) of a search that was stopped are marked as failed")
@@ -115,13 +127,23 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
             candidates, verification = _prove(plan, study, measure, events)
         except KeyboardInterrupt:
             if study.fp32 is not None:
-                _finish(plan, study, candidates_of(study, plan), verification)
+                _finish(plan, study, candidates_of(study, plan), verification, lessons)
             raise
-        return _finish(plan, study, candidates, verification)
+        return _finish(plan, study, candidates, verification, lessons)
 
 
-def _open(plan: SearchPlan, storage: RDBStorage) -> SearchStudy:
-    sampler = build_sampler(plan.settings.sampler, seed=plan.trial.seed, fixed=plan.parameters.fixed)
+def _open(plan: SearchPlan, storage: RDBStorage, lessons: Lessons) -> SearchStudy:
+    is_policy = plan.settings.sampler == POLICY
+    sampler = build_sampler(
+        plan.settings.sampler,
+        seed=plan.trial.seed,
+        fixed={**plan.parameters.fixed, **(plan.parameters.defaults if is_policy else {}), **lessons.fixed},
+        prior=lessons.prior,
+        preference=PREFERENCE_WEIGHTS[plan.settings.prefer if plan.target_is_here else "smallest"],
+        reciprocal=[list(OBJECTIVES).index("throughput_samples_per_second")],
+        same=[AUTOCAST_DTYPE],
+        late=[EPS, AMSGRAD],
+    )
     return open_study(
         storage,
         name=plan.study_name,
@@ -129,6 +151,7 @@ def _open(plan: SearchPlan, storage: RDBStorage) -> SearchStudy:
         sampler=sampler,
         parameters=plan.parameters,
         limits=plan.settings.limits,
+        pinned=lessons.prior.pinned,
     )
 
 
@@ -147,7 +170,8 @@ def candidates_of(study: SearchStudy, plan: SearchPlan) -> list[Candidate]:
     """Return the baselines, then the found policies that are better than each of them by their own numbers.
 
     At most `MAX_FINALISTS` for the preference that was asked for and the best for each other one, so that a choice can
-    be made again. Of found policies with the same precisions only the first stands.
+    be made again. Of found policies with the same precisions only the one with the default optimizer settings stands,
+    or the first; one with other settings where they lower the loss.
     """
     settings = plan.settings
     records = [record for record in study.records if not record.is_cached]
@@ -164,8 +188,13 @@ def _finalists(baselines: Sequence[Candidate], found: Sequence[Candidate], prefe
     reference = next(c for c in baselines if c.name == FP32)
     ranked = rank([*(c for c in baselines if c.outcome.is_ok), *found], reference, prefer)
     better = ranked[: next(i for i, c in enumerate(ranked) if not c.is_found)]
-    first = {(c.policy.default, tuple(c.policy.modules.items())): c for c in reversed(better)}
-    return [c for c in better if c in first.values()]
+    standing: dict[Any, Candidate] = {}
+    for candidate in sorted(better, key=lambda c: c.policy.optimizer is not None):
+        precisions = (candidate.policy.default, tuple(candidate.policy.modules.items()))
+        known = standing.setdefault(precisions, candidate)
+        if known.policy.optimizer != candidate.policy.optimizer and lowers_loss(candidate.outcome, known.outcome):
+            standing[precisions] = candidate
+    return [c for c in better if c in standing.values()]
 
 
 def _candidate(record: TrialRecord) -> Candidate:
@@ -283,10 +312,14 @@ def _choose(plan: SearchPlan, candidates: Sequence[Candidate], verification: Ver
 
 
 def _finish(
-    plan: SearchPlan, study: SearchStudy, candidates: Sequence[Candidate], verification: Verification
+    plan: SearchPlan,
+    study: SearchStudy,
+    candidates: Sequence[Candidate],
+    verification: Verification,
+    lessons: Lessons,
 ) -> SearchResult:
     choice = _choose(plan, candidates, verification)
-    policy = exported_policy(plan, choice, candidates, verification)
+    policy = exported_policy(plan, choice, candidates, verification, lessons)
     records = study.records
     front = study.front()
     arms = {c.name for c in candidates}

@@ -62,7 +62,7 @@ class SearchSettings:
 
     Attributes:
         n_trials: finished trials in all, baselines and warm starts included, the proof's runs not.
-        sampler: "tpe", "nsga2", "gp" or "random".
+        sampler: "policy", "tpe", "nsga2", "gp" or "random".
         prefer: what the recommendation weighs: "balanced", "fastest" or "smallest"; no part of the study's identity.
         memory_budget_bytes: what uses more is not recommended; no part of the study's identity.
         space: name of a built-in search space or a TOML file; None chooses by the model's structure.
@@ -103,7 +103,8 @@ class SearchSettings:
 class SearchPlan:
     """A search that is ready to run.
 
-    `target` names the device that memory and throughput are for; `step_seconds` is the time of one FP32 step here.
+    `target` names the device that memory and throughput are for; `step_seconds` is the time of one FP32 step here;
+    `unit_calls` names the units in call order, one entry a call.
     """
 
     task: Task
@@ -120,6 +121,7 @@ class SearchPlan:
     target_is_here: bool
     step_seconds: float
     num_workers: int
+    unit_calls: Sequence[str]
 
     @property
     def decisions(self) -> Sequence[Decision]:
@@ -188,6 +190,7 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         target_is_here=here,
         step_seconds=_time_step(task, model, batch),
         num_workers=_num_workers(task, trial, settings),
+        unit_calls=units.calls,
     )
 
 

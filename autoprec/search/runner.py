@@ -160,7 +160,7 @@ def _unseen_values(study: SearchStudy, *, seed: int) -> dict[str, ParameterValue
     parameters = study.parameters
     rng = np.random.default_rng([seed, len(study.records)])
     for _ in range(MAX_DRAWS):
-        values = parameters.random_values(rng, parameters.fixed)
+        values = parameters.random_values(rng, {**parameters.fixed, **study.pinned})
         if parameters.key(parameters.policy(values)) not in known:
             return values
     return None

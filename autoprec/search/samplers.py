@@ -14,28 +14,58 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.errors import UsageError, did_you_mean
+from autoprec.search.policy_sampler import PolicySampler
+from autoprec.search.prior import PolicyPrior
 
-__all__ = ["SAMPLERS", "build_sampler", "ReseededSampler"]
+__all__ = ["POLICY", "SAMPLERS", "build_sampler", "ReseededSampler"]
+
+POLICY = "policy"
+"""The sampler for precision policies, autoprec's own; the others are Optuna's."""
 
 NUM_STARTUP_TRIALS = 10
 
-SAMPLERS: Mapping[str, Callable[[int], BaseSampler]] = {
+STOCK: Mapping[str, Callable[[int], BaseSampler]] = {
     "tpe": lambda seed: TPESampler(seed=seed, n_startup_trials=NUM_STARTUP_TRIALS),
     "nsga2": lambda seed: NSGAIISampler(seed=seed, population_size=16),
     "gp": lambda seed: GPSampler(seed=seed, n_startup_trials=NUM_STARTUP_TRIALS),
     "random": lambda seed: RandomSampler(seed=seed),
 }
+SAMPLERS = (POLICY, *STOCK)
 
 
-def build_sampler(name: str, *, seed: int, fixed: Mapping[str, Any] | None = None) -> BaseSampler:
+def build_sampler(
+    name: str,
+    *,
+    seed: int,
+    fixed: Mapping[str, Any] | None = None,
+    prior: PolicyPrior | None = None,
+    preference: Sequence[float] | None = None,
+    reciprocal: Sequence[int] = (),
+    same: Sequence[str] = (),
+    late: Sequence[str] = (),
+) -> BaseSampler:
     """Return the sampler called `name`; parameters in `fixed` are never sampled, only enqueued trials differ.
+
+    What comes after `prior` is for the policy sampler; the prior's pinned parameters hold for all.
 
     Raises:
         UsageError: no such sampler.
     """
     if name not in SAMPLERS:
         raise UsageError(f"sampler {name!r}; allowed: {', '.join(SAMPLERS)}{did_you_mean(name, SAMPLERS)}")
-    return ReseededSampler(lambda trial_seed: _quietly(SAMPLERS[name], trial_seed), seed=seed, fixed=fixed)
+    if name == POLICY:
+        return PolicySampler(
+            seed=seed,
+            prior=prior,
+            preference=preference,
+            reciprocal=reciprocal,
+            fixed=fixed,
+            same=same,
+            late=late,
+            ignore_failed=True,
+        )
+    held = {**(fixed or {}), **(prior.pinned if prior is not None else {})}
+    return ReseededSampler(lambda trial_seed: _quietly(STOCK[name], trial_seed), seed=seed, fixed=held)
 
 
 def _quietly(build: Callable[[int], BaseSampler], seed: int) -> BaseSampler:

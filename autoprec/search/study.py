@@ -17,6 +17,7 @@ from autoprec.policy import Policy
 from autoprec.search.arms import FP32
 from autoprec.search.fingerprint import Identity, first_difference
 from autoprec.search.parameters import Parameters, ParameterValue
+from autoprec.search.trial_history import CACHED_FROM, FAILED_UNIT
 from autoprec.trials.outcome import Outcome
 
 __all__ = ["OBJECTIVES", "Limits", "TrialRecord", "SearchStudy", "load_or_create", "open_study", "objective_values"]
@@ -61,8 +62,11 @@ class TrialRecord:
 class SearchStudy:
     """A view of one Optuna study in the words of the search. All its state is the study's; records are parsed once."""
 
-    def __init__(self, study: Study, parameters: Parameters, limits: Limits) -> None:
+    def __init__(
+        self, study: Study, parameters: Parameters, limits: Limits, pinned: Mapping[str, ParameterValue] | None = None
+    ) -> None:
         self.study = study
+        self.pinned = dict(pinned or {})
         self.parameters = parameters
         self.limits = limits
         self._parsed: dict[int, TrialRecord] = {}
@@ -106,7 +110,10 @@ class SearchStudy:
         trial.set_user_attr("policy_key", self.parameters.key(policy))
         trial.set_user_attr("outcome", outcome.model_dump(mode="json"))
         if cached_from is not None:
-            trial.set_user_attr("cached_from", cached_from)
+            trial.set_user_attr(CACHED_FROM, cached_from)
+        failed = self.parameters.owner_of(outcome.first_non_finite.module) if outcome.first_non_finite else None
+        if failed is not None and not outcome.is_ok:
+            trial.set_user_attr(FAILED_UNIT, failed)
         for name, value in constraint_values(outcome, fp32, self.limits).items():
             trial.set_constraint(name, value)
         return _record(self.study.tell(trial, objective_values(outcome, fp32)))
@@ -148,9 +155,14 @@ def open_study(
     sampler: optuna.samplers.BaseSampler,
     parameters: Parameters,
     limits: Limits,
+    pinned: Mapping[str, ParameterValue] | None = None,
 ) -> SearchStudy:
-    """Open the study of a search, as `load_or_create`."""
-    return SearchStudy(load_or_create(storage, name=name, identity=identity, sampler=sampler), parameters, limits)
+    """Open the study of a search, as `load_or_create`.
+
+    Parameters in `pinned` keep their value in all that is drawn; the baselines and warm starts have their own.
+    """
+    study = load_or_create(storage, name=name, identity=identity, sampler=sampler)
+    return SearchStudy(study, parameters, limits, pinned)
 
 
 def load_or_create(
@@ -238,7 +250,7 @@ def _record(trial: FrozenTrial) -> TrialRecord:
         policy=Policy(**attributes["policy"]),
         outcome=Outcome(**attributes["outcome"]),
         is_feasible=all(value <= 0 for value in trial.constraints.values()),
-        is_cached="cached_from" in attributes,
+        is_cached=CACHED_FROM in attributes,
     )
 
 

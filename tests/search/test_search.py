@@ -286,7 +286,7 @@ def test_a_study_of_someone_else_is_not_touched(tmp_path: Path) -> None:
         run(tmp_path / "out", storage=url, study_name="mine")
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "nsga2", pytest.param("gp", marks=pytest.mark.slow), "random"])
+@pytest.mark.parametrize("sampler", ["policy", "tpe", "nsga2", pytest.param("gp", marks=pytest.mark.slow), "random"])
 def test_every_sampler_runs_a_search(tmp_path: Path, sampler: str) -> None:
     result = run(tmp_path, n_trials=12 if sampler == "gp" else 8, sampler=sampler)
     assert result.is_conclusive

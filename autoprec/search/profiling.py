@@ -1,0 +1,71 @@
+"""The profile of a search: taken once, kept beside the study, and turned into what the sampler starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from autoprec.errors import AutoprecError, StudyError
+from autoprec.profiling.profile import Profile
+from autoprec.search.events import Events
+from autoprec.search.lookahead import Measure
+from autoprec.search.plan import SearchPlan
+from autoprec.search.profile_prior import Lessons, learn_from_profile, plain_prior
+from autoprec.trials.outcome import TrialSettings
+
+__all__ = ["Lessons", "Profiler", "learn"]
+
+FILE_NAME = "profile.json"
+MAX_NAMES = 6
+
+
+@runtime_checkable
+class Profiler(Protocol):
+    """A measurement that can also take a profile."""
+
+    def profile(self, units: Sequence[str], settings: TrialSettings, study_name: str) -> Profile: ...
+
+
+def learn(plan: SearchPlan, measure: Measure, events: Events) -> Lessons:
+    """Return what the profile teaches: the one beside the study, else a new one, which is then written there.
+
+    Without one (the measurement takes none, or it failed: the FP32 baseline will say why) the call order is all.
+    """
+    profile = _load(plan)
+    if profile is None and isinstance(measure, Profiler):
+        try:
+            profile = measure.profile(list(dict.fromkeys(plan.unit_calls)), plan.trial, plan.study_name)
+        except AutoprecError as error:
+            events.note(f"no profile: {str(error).splitlines()[0]}")
+        else:
+            profile.save(plan.folder / FILE_NAME)
+    if profile is None:
+        return Lessons(plain_prior(plan.parameters, plan.unit_calls))
+    lessons = learn_from_profile(
+        profile, plan.parameters, plan.unit_calls, max_loss_gap=plan.settings.limits.max_loss_gap
+    )
+    for text in _told(lessons):
+        events.note(text)
+    return lessons
+
+
+def _told(lessons: Lessons) -> list[str]:
+    """Return one sentence for each reason why decisions are not searched."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for name, reason in lessons.reasons.items():
+        by_reason.setdefault((reason, lessons.prior.pinned[f"precision/{name}"]), []).append(name)
+    told = []
+    for (reason, choice), names in by_reason.items():
+        shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
+        told.append(f"{shown}: {choice}, not searched ({reason})")
+    return told
+
+
+def _load(plan: SearchPlan) -> Profile | None:
+    """Return the profile in the folder where it is this study's; a torn or old one is taken again."""
+    path = plan.folder / FILE_NAME
+    try:
+        profile = Profile.load(path) if path.exists() else None
+    except StudyError:
+        return None
+    return profile if profile is not None and profile.study_name == plan.study_name else None
