@@ -93,13 +93,15 @@ def synthetic(samplers: Sequence[str], arguments: argparse.Namespace, kinds: Seq
     print(f"share of the reachable gain: median and worst of {seeds} seeds; trials until it is {REACHED}")
     pooled: dict[str, list[tuple[float, float, float]]] = {name: [] for name in samplers}
     for make in kinds:
+        problems = [make(np.random.default_rng([seed, 0])) for seed in range(seeds)]
+        optima = [problem.optimum() for problem in problems]
         for name in samplers:
             rows, cost = [], []
             for seed in range(seeds if name != "gp" else min(seeds, arguments.gp_seeds)):
-                problem = make(np.random.default_rng([seed, 0]))
+                problem = problems[seed]
                 count = trials if name.startswith("policy") or name == "gp" else arguments.stock_trials
                 gains, seconds = run(problem, make_sampler(name, problem, seed), trials=count, seed=seed)
-                share = np.array(gains) / problem.optimum()
+                share = np.array(gains) / optima[seed]
                 reached = float(np.argmax(share >= REACHED) + 1) if (share >= REACHED).any() else np.inf
                 rows.append((share[14], share[trials - 1], reached))
                 cost.append(seconds)
