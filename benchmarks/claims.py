@@ -123,7 +123,7 @@ def norm() -> None:
         apply_policy(model, Policy(default="fp16"))
         with emulate():
             y = model(x)
-        error = float((y - reference(x)).abs().max())
+        error = float((y - reference(x)).detach().abs().max())
         finite = bool(torch.isfinite(model.running_var).all())
         print(
             f"BatchNorm in fp16, inputs of size {scale:g}: difference to fp32 {error:.1e}, finite statistics: {finite}"
