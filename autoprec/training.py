@@ -25,6 +25,7 @@ __all__ = [
     "ScaleGuard",
     "ScaleCollapsedError",
     "low_precision_parameters",
+    "list_dtypes",
     "needs_closure",
 ]
 
@@ -174,8 +175,8 @@ class TrainingStep:
         low = low_precision_parameters(model, optimizers=self.optimizers)
         if low:
             raise ApplyError(
-                f"trainable parameters must be FP32 masters, found {_listed(low)}; load the model in FP32, or lift them"
-                " with apply_policy(..., lift_half_parameters=True) before the optimizer is built"
+                f"trainable parameters must be FP32 masters, found {list_dtypes(low)}; load the model in FP32, or lift"
+                " them with apply_policy(..., lift_half_parameters=True) before the optimizer is built"
             )
         closures = [type(optimizer).__name__ for optimizer in self.optimizers if needs_closure(optimizer)]
         if closures and self.grad_scaler.is_enabled():
@@ -413,6 +414,7 @@ def _check_loss(loss: torch.Tensor) -> None:
         )
 
 
-def _listed(found: dict[str, torch.dtype], *, count: int = 8) -> str:
+def list_dtypes(found: dict[str, torch.dtype], *, count: int = 8) -> str:
+    """Return the first names with their dtypes, and how many more there are."""
     shown = [f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in list(found.items())[:count]]
     return ", ".join(shown) + (f" and {len(found) - count} more" if len(found) > count else "")

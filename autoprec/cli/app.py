@@ -34,9 +34,9 @@ class _State:
 
 def main() -> None:
     """Run the command line; an error of autoprec is one line on stderr and its exit code."""
-    from autoprec.cli import choose, search, show, verify
+    from autoprec.cli import choose, init, search, show, verify
 
-    for command in (search, verify, choose, show):
+    for command in (search, verify, choose, show, init):
         command.register(app)
     try:
         app()

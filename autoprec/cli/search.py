@@ -108,11 +108,12 @@ def _announce(plan: SearchPlan, console: Console) -> None:
     settings, proof, parameters = plan.settings, plan.settings.proof, plan.parameters
     num_baselines = sum(arm.name in BASELINES for arm in plan.arms)
     kind = "measured" if plan.target_is_here else "computed and predicted"
+    shape = plan.task.target.description if plan.task.target else "the longest training batch"
     pinned = [decision for decision in plan.decisions if decision.is_pinned]
     lines = [
         f"task      {plan.task.name}, trained here on {plan.trial.device}"
         + ("" if plan.target_is_here else " with FP16 emulated"),
-        f"target    {plan.task.target.description if plan.task.target else 'first batch'} on {plan.target} ({kind})",
+        f"target    {shape} on {plan.target} ({kind})",
         f"space     {plan.space.name}: {plan.space.description}; {len(parameters.free_decisions)} decisions, "
         f"{len(pinned)} pinned",
         *(f"pinned    {d.name} to {d.choices[0]}: {'; '.join(d.reasons.values())}" for d in pinned[:10]),
@@ -123,6 +124,7 @@ def _announce(plan: SearchPlan, console: Console) -> None:
         f"{proof.num_steps} steps for each arm",
         f"time      {forecast(plan)}",
         f"study     {plan.study_name} in {plan.folder}",
+        *(f"note      {note}" for note in plan.notes),
     ]
     for line in lines:
         console.print(escape(line), soft_wrap=True)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from autoprec.errors import UsageError
+
 if TYPE_CHECKING:
     from autoprec.tasks.protocol import Task
     from autoprec.trials.outcome import TrialSettings
@@ -26,6 +28,9 @@ def _option(text: str, *names: str) -> Any:
 class TaskOptions:
     """What a person said of the task, of the seed and of the devices; one field an option."""
 
+    task: Annotated[
+        str | None, _option("Your own: path/to/file.py:function or package.module:function; it runs.", "--task")
+    ] = None
     model: Annotated[str, _option("A torchvision classification model.", "--model")] = "resnet50"
     weights: Annotated[str | None, _option("Start weights: DEFAULT or a file.", "--weights")] = None
     data: Annotated[str, _option("digits, mnist, cifar10:PATH, cifar100:PATH or imagefolder:PATH.", "--data")] = (
@@ -49,8 +54,10 @@ class TaskOptions:
         """
         from autoprec.tasks.source import TaskSource
 
+        if self.task is not None:
+            return TaskSource("function", {"name": self.task}).build()
         given = dataclasses.asdict(self)
-        del given["device"], given["gpu"]
+        del given["task"], given["device"], given["gpu"]
         return TaskSource("vision", given).build()
 
     def trial_settings(self) -> TrialSettings:
@@ -64,6 +71,18 @@ class TaskOptions:
         from autoprec.trials.outcome import TrialSettings
 
         return TrialSettings(seed=self.seed, device=resolve_device(self.device), gpu=gpu_by_name(self.gpu).name)
+
+
+NOT_ONLY_NAMED = ("task", "seed", "device", "gpu")
+"""Options that also go with a task of one's own; the others describe one of the tasks by name."""
+
+
+def _refuse_named_options(context: typer.Context) -> None:
+    named = [field.name for field in dataclasses.fields(TaskOptions) if field.name not in NOT_ONLY_NAMED]
+    given = [name for name in named if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(f"{options}: not with --task, whose function decides this (model, batches, optimizer, target)")
 
 
 def takes_task(command: Callable[..., None]) -> Callable[..., None]:
@@ -80,11 +99,14 @@ def takes_task(command: Callable[..., None]) -> Callable[..., None]:
     ]
 
     @functools.wraps(command)
-    def with_task(**values: Any) -> None:
+    def with_task(context: typer.Context, **values: Any) -> None:
+        if values["task"] is not None:
+            _refuse_named_options(context)
         task = TaskOptions(**{option.name: values.pop(option.name) for option in options})
         command(task, **values)
 
-    parameters = [*options, *own]
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    parameters = [context, *options, *own]
     with_task.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_task.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return with_task

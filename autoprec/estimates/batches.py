@@ -1,70 +1,14 @@
-"""The tensors of a batch: map over containers without changing their class, and rescale to another batch or image."""
+"""A batch of another size: samples and pixels repeated, under fake tensors without allocating."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from autoprec.errors import TaskError
+from autoprec.tasks.batches import count_samples, map_tensors
 
-__all__ = ["map_tensors", "tensors_of", "num_samples_of", "resize_batch"]
-
-
-def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return `value` with each tensor replaced by `function(tensor)`; mappings, sequences, named tuples and dataclasses
-    keep their class, anything else comes through as it is."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        items = {key: map_tensors(item, function) for key, item in value.items()}
-        return items if type(value) is dict else _same_mapping(value, items)
-    if isinstance(value, (list, tuple)):
-        mapped = [map_tensors(item, function) for item in value]
-        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(changed, field.name, map_tensors(getattr(value, field.name), function))
-        return changed
-    return value
-
-
-def _same_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    changed = copy.copy(value)
-    for key, item in items.items():
-        changed[key] = item  # type: ignore[index]
-    return changed
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a batch or of a module's output, depth first."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_of(getattr(value, field.name))
-
-
-def num_samples_of(batch: Any) -> int:
-    """Return the first dimension of the batch's first tensor that has one.
-
-    Raises:
-        TaskError: the batch holds no such tensor.
-    """
-    for tensor in tensors_of(batch):
-        if tensor.dim() > 0:
-            return int(tensor.shape[0])
-    raise TaskError(f"batch: found {type(batch).__name__} without a tensor that has a dimension; give num_samples")
+__all__ = ["resize_batch"]
 
 
 def resize_batch(batch: Any, *, batch_size: int | None = None, image_size: int | None = None) -> Any:
@@ -75,7 +19,7 @@ def resize_batch(batch: Any, *, batch_size: int | None = None, image_size: int |
     """
     if batch_size is None and image_size is None:
         return batch
-    current = num_samples_of(batch)
+    current = count_samples(batch)
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         changed = tensor
@@ -86,7 +30,7 @@ def resize_batch(batch: Any, *, batch_size: int | None = None, image_size: int |
             changed = _repeat_to(changed, 0, batch_size)
         return changed if changed is tensor else _with_format_of(tensor, changed)
 
-    return map_tensors(batch, resize)
+    return map_tensors(resize, batch)
 
 
 def _repeat_to(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from autoprec.errors import TaskError
-from autoprec.estimates.batches import map_tensors
+from autoprec.tasks.batches import map_tensors
 
 __all__ = ["fake_mode", "fake_copy", "fake_batch", "untouched_randomness", "cuda_attention", "show_recurrent_gates"]
 
@@ -51,7 +51,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
     """Return the batch with fake CPU tensors."""
-    return map_tensors(batch, lambda tensor: _fake(tensor, mode))
+    return map_tensors(lambda tensor: _fake(tensor, mode), batch)
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

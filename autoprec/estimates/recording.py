@@ -15,7 +15,7 @@ from torch import nn
 from autoprec.apply import applied_policy, apply_policy, build_optimizer, remove_policy
 from autoprec.emulation import emulate
 from autoprec.errors import PrecisionWarning, TaskError
-from autoprec.estimates.batches import map_tensors, num_samples_of, resize_batch, tensors_of
+from autoprec.estimates.batches import resize_batch
 from autoprec.estimates.fakes import (
     cuda_attention,
     fake_batch,
@@ -28,6 +28,7 @@ from autoprec.estimates.operations import Operation
 from autoprec.estimates.settings import Loss, StepSettings
 from autoprec.estimates.tracker import PhaseMark, StorageRecord, StorageTracker
 from autoprec.policy import Policy
+from autoprec.tasks.batches import count_samples, map_tensors, tensors_of
 from autoprec.training import needs_closure
 
 __all__ = ["StepRecording", "record_step"]
@@ -85,7 +86,7 @@ def record_step(
                 show_recurrent_gates(copied)
         else:
             copied = _real_copy(_bare(model))
-            made = map_tensors(_made(batch), torch.clone)
+            made = map_tensors(torch.clone, _made(batch))
         with torch.no_grad():
             made = resize_batch(made, batch_size=settings.batch_size, image_size=settings.image_size)
         return _record(copied, made, loss, settings, fake=fake)
@@ -130,7 +131,7 @@ def _record(model: nn.Module, batch: Any, loss: Loss, settings: StepSettings, *,
         operations=tuple(tracker.operations),
         phases=tuple(tracker.phases),
         start=start,
-        num_samples=(settings.num_samples or num_samples_of)(batch) * settings.accumulation_steps,
+        num_samples=(settings.num_samples or count_samples)(batch) * settings.accumulation_steps,
         fake=fake,
     )
 

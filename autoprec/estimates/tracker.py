@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.errors import TaskError
-from autoprec.estimates.batches import tensors_of
 from autoprec.estimates.operations import Operation, describe_operation, flat_tensors, runs_no_kernel
+from autoprec.tasks.batches import tensors_of
 
 __all__ = ["Category", "CATEGORIES", "Phase", "PhaseMark", "StorageRecord", "StorageTracker"]
 

@@ -105,6 +105,7 @@ class ArmEvidence(FrozenModel):
 
     peak_memory_bytes: Number | None = None
     throughput_samples_per_second: Number | None = None
+    throughput_tokens_per_second: Number | None = None
     memory_ratio: Number | None = None
     throughput_ratio: Number | None = None
     accuracy: Number | None = None

@@ -17,9 +17,12 @@ __all__ = ["comparison_table", "unit_tree", "evidence_lines", "gate_lines"]
 ROWS: tuple[tuple[str, str, str, Callable[[Number | None], str]], ...] = (
     ("peak memory", "peak_memory_bytes", "memory_ratio", show_bytes),
     ("throughput", "throughput_samples_per_second", "throughput_ratio", show_throughput),
+    ("tokens", "throughput_tokens_per_second", "throughput_ratio", show_throughput),
     ("accuracy (proof)", "accuracy", "", show_accuracy),
 )
 """Label, field, the field of its ratio where the evidence has one, how it is shown."""
+OPTIONAL = ("throughput_tokens_per_second",)
+"""Fields whose row is left out where no arm has them."""
 
 
 def comparison_table(arms: Mapping[str, ArmEvidence], *, reference: str = "fp32", title: str | None = None) -> Table:
@@ -30,6 +33,8 @@ def comparison_table(arms: Mapping[str, ArmEvidence], *, reference: str = "fp32"
         table.add_column(escape(name), justify="right")
     base = arms.get(reference)
     for label, field, ratio_field, show in ROWS:
+        if field in OPTIONAL and all(getattr(evidence, field) is None for evidence in arms.values()):
+            continue
         cells = []
         for evidence in arms.values():
             number: Number | None = getattr(evidence, field)

@@ -123,6 +123,7 @@ def _evidence(candidate: Candidate, reference: Candidate, verification: Verifica
     return ArmEvidence(
         peak_memory_bytes=candidate.outcome.peak_memory_bytes,
         throughput_samples_per_second=candidate.outcome.throughput_samples_per_second,
+        throughput_tokens_per_second=candidate.outcome.throughput_tokens_per_second,
         memory_ratio=ratios.memory,
         throughput_ratio=ratios.throughput,
         accuracy=means.get("accuracy"),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from optuna.storages import RDBStorage
+from optuna.study import Study
 
-from autoprec.errors import UsageError
+from autoprec.errors import PrecisionWarning, UsageError
 from autoprec.estimates.gpus import gpu_by_name
-from autoprec.policy import Policy, load_policy, write_atomically
+from autoprec.policy import Policy, Recommendation, load_policy, write_atomically
 from autoprec.search.arms import FP32
 from autoprec.search.events import Events
 from autoprec.search.export import exported_policy, proof_means
@@ -28,9 +30,10 @@ from autoprec.search.runner import run_trials
 from autoprec.search.samplers import POLICY, build_sampler, quiet_optuna
 from autoprec.search.storage import alone, open_storage, sqlite_url
 from autoprec.search.study import OBJECTIVES, SearchStudy, TrialRecord, open_study
-from autoprec.search.verification import Contender, RunStore, Verification, verify
+from autoprec.search.verification import Contender, RunStore, Verification, build_proof, verify
 from autoprec.tasks.batches import count_samples, open_batches
 from autoprec.tasks.protocol import Task
+from autoprec.tasks.source import resolve_task
 from autoprec.trials.isolation import isolated
 from autoprec.trials.outcome import TrialSettings
 from autoprec.trials.target import TargetFigures, estimate_figures
@@ -50,7 +53,19 @@ only predicted, every preference goes by memory, as the recommendation does."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """What a search found. `candidates` are the arms of the table; `policy` is what policy.json holds."""
+    """What a search found.
+
+    Attributes:
+        plan: what was fixed before the first trial.
+        choice: what is recommended; `recommendation` is the same as the policy carries it.
+        policy: what policy.json holds; it can always be applied.
+        candidates: the arms of the table.
+        verification: the proof.
+        records: all finished trials.
+        front: the feasible trials that no other feasible trial beats on all three objectives.
+        study: the Optuna study.
+        folder: where the files are.
+    """
 
     plan: SearchPlan
     choice: Choice
@@ -58,7 +73,14 @@ class SearchResult:
     candidates: Sequence[Candidate]
     verification: Verification
     records: Sequence[TrialRecord]
+    front: Sequence[TrialRecord]
+    study: Study
     folder: Path
+
+    @property
+    def recommendation(self) -> Recommendation:
+        assert self.policy.recommendation is not None
+        return self.policy.recommendation
 
     @property
     def is_conclusive(self) -> bool:
@@ -66,32 +88,49 @@ class SearchResult:
 
 
 def search_policy(
-    task: Task,
+    task: Task | str | Callable[[], Task],
     *,
     device: str | None = None,
     gpu: str = "a100-80",
     seed: int = 0,
+    margin: float | None = None,
+    max_seeds: int | None = None,
     trial_timeout: float | None = 900.0,
     events: Events | None = None,
     **settings: Any,
 ) -> SearchResult:
-    """Search the precision policy of a task: `search_policy(task, n_trials=12, output=Path("runs/mine"))`.
+    """Search the precision policy of a task: `search_policy("mine.py:task", n_trials=12).policy`.
+
+    Does what `autoprec search` does, and writes the same files. Works from a script, with or without a
+    `if __name__ == "__main__":`, and from a notebook. Trials run in processes of their own where those can build the
+    task: by name, or by a function of a module or file that can be imported. Any other task runs in this process,
+    without a time limit and without protection from a crash, and a `PrecisionWarning` says so.
 
     Args:
-        task: what is trained; with a `source` its trials run in a process of their own.
+        task: what is trained: the function that makes it, its name (`path/to/file.py:function` or
+            `package.module:function`), or a `Task`.
         device: where trials train; None takes CUDA where there is one.
         gpu: the target of computed and predicted numbers where the device is a CPU.
         seed: start weights, batch order and samples.
+        margin: how much worse than FP32 the metric may be, in its own units; None takes the default of a proof.
+        max_seeds: seeds that the proof may use; None takes the default.
         trial_timeout: seconds after which a trial is ended, where it runs in a process of its own.
-        events: hears the progress.
-        settings: fields of `SearchSettings`.
+        events: hears the progress and the notes; None turns the notes into warnings.
+        settings: fields of `SearchSettings`, such as `n_trials`, `prefer`, `space`, `storage` and `output`. A `proof`
+            given here wins over `margin` and `max_seeds`.
 
     Raises:
         UsageError, StudyError, TaskError: as `prepare_search` and `run_search`.
     """
     trial = TrialSettings(seed=seed, device=resolve_device(device), gpu=gpu_by_name(gpu).name)
-    plan = prepare_search(task, trial=trial, settings=SearchSettings(**settings))
-    with open_measure(task, timeout_seconds=trial_timeout, num_workers=plan.num_workers) as measure:
+    wanted = {"proof": build_proof(margin, max_seeds), **settings}
+    plan = prepare_search(resolve_task(task), trial=trial, settings=SearchSettings(**wanted))
+    for note in plan.notes:
+        if events is None:
+            warnings.warn(note, PrecisionWarning, stacklevel=2)
+        else:
+            events.note(note)
+    with open_measure(plan.task, timeout_seconds=trial_timeout, num_workers=plan.num_workers) as measure:
         return run_search(plan, measure, events=events)
 
 
@@ -297,7 +336,7 @@ def metric_resolution(task: Task) -> float:
     if task.metric is None or task.metric_name != "accuracy":
         return 0.0
     count = task.num_samples or count_samples
-    return 1.0 / max(1, sum(count(batch) for batch in open_batches(task.eval_batches, name="held-out")))
+    return 1.0 / max(1, sum(count(batch) for batch in open_batches(task.eval_batches, name="eval_batches")))
 
 
 def _choose(plan: SearchPlan, candidates: Sequence[Candidate], verification: Verification) -> Choice:
@@ -344,5 +383,7 @@ def _finish(
         candidates=candidates,
         verification=verification,
         records=records,
+        front=front,
+        study=study.study,
         folder=plan.folder,
     )

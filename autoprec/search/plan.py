@@ -16,7 +16,7 @@ import torch
 
 from autoprec.apply import describe_model, read_structure
 from autoprec.apply.portability import has_native_bf16
-from autoprec.errors import TaskError, UsageError, did_you_mean
+from autoprec.errors import UsageError, did_you_mean
 from autoprec.estimates.gpus import gpu_by_name
 from autoprec.policy import ModelInfo, content_hash
 from autoprec.search.arms import Arm, baselines, warm_starts
@@ -29,7 +29,9 @@ from autoprec.search.samplers import SAMPLERS
 from autoprec.search.space import SearchSpace, choose_space, load_space
 from autoprec.search.study import Limits
 from autoprec.search.verification import Proof
-from autoprec.tasks.batches import open_batches
+from autoprec.tasks.batches import cut_batch, move_batch, open_batches
+from autoprec.tasks.code import code_digest
+from autoprec.trials.checking import check_task
 from autoprec.trials.outcome import TrialSettings
 from autoprec.trials.pool import default_num_workers
 from autoprec.trials.worker import can_travel
@@ -51,6 +53,7 @@ __all__ = [
 ]
 
 MAX_FINALISTS = 2
+NUM_SAMPLES_FOR_UNITS = 8
 EMULATION_FACTOR = 1.4
 OVERHEAD_SECONDS = 3.0
 """Rough figures for the first forecast: an emulated step over one in FP32; an evaluation and an estimate."""
@@ -82,7 +85,7 @@ class SearchSettings:
     num_workers: int | None = None
     storage: str | None = None
     study_name: str | None = None
-    output: Path | None = None
+    output: str | Path | None = None
     limits: Limits = field(default_factory=Limits)
     proof: Proof = field(default_factory=Proof)
 
@@ -104,7 +107,8 @@ class SearchPlan:
     """A search that is ready to run.
 
     `target` names the device that memory and throughput are for; `step_seconds` is the time of one FP32 step here;
-    `unit_calls` names the units in call order, one entry a call.
+    `unit_calls` names the units in call order, one entry a call; `notes` is what the check of the task found that a
+    reader must know.
     """
 
     task: Task
@@ -122,6 +126,7 @@ class SearchPlan:
     step_seconds: float
     num_workers: int
     unit_calls: Sequence[str]
+    notes: Sequence[str] = ()
 
     @property
     def decisions(self) -> Sequence[Decision]:
@@ -142,17 +147,25 @@ class SearchPlan:
 
 
 def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings) -> SearchPlan:
-    """Read the model's units, build the parameters and fix the study's identity. Runs no trial and writes nothing.
+    """Check the task, read the model's units, build the parameters and fix the study's identity.
+
+    Runs no trial and writes nothing.
 
     Raises:
         UsageError: a setting that cannot be followed.
+        TaskError: a part of the task is not what a trial needs.
     """
+    num_steps = max(trial.warmup_steps + trial.measured_steps, settings.proof.num_steps)
+    notes = check_task(task, trial, num_steps=num_steps)
+    if not can_travel(task):
+        notes.append(
+            "the trials run in this process: another one cannot build this task (give the function that makes it, in a"
+            " file or module of its own, for a time limit and protection from crashes)"
+        )
     torch.manual_seed(trial.seed)
     model = task.model()
-    batch = next(open_batches(task.train_batches, name="training"), None)
-    if batch is None:
-        raise TaskError(f"task {task.name!r} has 0 training batches")
-    units = find_units(model, run=lambda module: task.loss(module, batch))
+    batch = move_batch(next(open_batches(task.train_batches, name="train_batches")), torch.device("cpu"))
+    units = _find_units(task, model, batch)
     space = _space(settings, units)
     target, here = target_of(trial)
     native_bf16 = _has_native_bf16(trial, here=here)
@@ -185,12 +198,13 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         model=info,
         identity=identity,
         study_name=name,
-        folder=settings.output or Path("runs") / file_name(name),
+        folder=Path(settings.output) if settings.output is not None else Path("runs") / file_name(name),
         target=target,
         target_is_here=here,
         step_seconds=_time_step(task, model, batch),
         num_workers=_num_workers(task, trial, settings),
         unit_calls=units.calls,
+        notes=notes,
     )
 
 
@@ -243,6 +257,17 @@ def _time_step(task: Task, model: nn.Module, batch: Any) -> float:
     return time.perf_counter() - started
 
 
+def _find_units(task: Task, model: nn.Module, batch: Any) -> Units:
+    """Find the units on a few samples, which show as much as a whole batch; on all where the task cannot run those."""
+    few = cut_batch(batch, size=NUM_SAMPLES_FOR_UNITS, num_samples=task.num_samples)
+    try:
+        return find_units(model, run=lambda module: task.loss(module, few))
+    except Exception:
+        if few is batch:
+            raise
+        return find_units(model, run=lambda module: task.loss(module, batch))
+
+
 def _space(settings: SearchSettings, units: Units) -> SearchSpace:
     if settings.space is not None:
         return load_space(settings.space)
@@ -276,6 +301,7 @@ def task_identity(task: Task) -> dict[str, Any]:
         "settings": dict(task.settings),
         "optimizer": _optimizer_names(task.optimizer),
         "optimizer_settings": {name: _plain(value) for name, value in task.optimizer_settings.items()},
+        "code": code_digest(task),
         "metric": task.metric_name,
         "max_grad_norm": task.max_grad_norm,
         "accumulation_steps": task.accumulation_steps,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,9 @@ from autoprec.search.storage import alone, open_storage, sqlite_url
 from autoprec.search.study import load_or_create
 from autoprec.search.verification import Contender, Proof, RunStore, Verdict, Verification, build_proof, verify
 from autoprec.tasks.protocol import Task
+from autoprec.tasks.source import resolve_task
 from autoprec.trials.building import build_model
+from autoprec.trials.checking import check_task
 from autoprec.trials.isolation import isolated, seed_everything
 from autoprec.trials.outcome import TrialSettings
 from autoprec.trials.pool import default_num_workers
@@ -139,7 +141,7 @@ class PolicyProof:
 
 def verify_policy(
     policy: Policy,
-    task: Task,
+    task: Task | str | Callable[[], Task],
     *,
     device: str | None = None,
     gpu: str = "a100-80",
@@ -163,7 +165,7 @@ def verify_policy(
 
     Args:
         policy: found or written by hand.
-        task: what is trained.
+        task: what is trained: a function that makes a `Task`, its name, or the `Task`.
         device: where it trains; None takes CUDA where there is one.
         gpu: the target of computed and predicted numbers where the device is a CPU.
         seed: moves all seeds of the proof.
@@ -183,6 +185,8 @@ def verify_policy(
         UsageError, StudyError, TaskError: as `search_policy`.
     """
     trial = TrialSettings(seed=seed, device=resolve_device(device), gpu=gpu_by_name(gpu).name)
+    task = resolve_task(task)
+    check_task(task, trial, num_steps=num_steps)
     proof = build_proof(_margin(policy, margin), max_seeds, num_steps=num_steps, first_seed=FIRST_SEED)
     model = _fitting_model(policy, task, trial)
     identity = study_identity(

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from autoprec.errors import TaskError
 from autoprec.tasks.protocol import Batch, Batches, OneShot
 
-__all__ = ["count_samples", "move_batch", "map_tensors", "open_batches", "BatchStream"]
+__all__ = [
+    "count_samples",
+    "cut_batch",
+    "move_batch",
+    "map_tensors",
+    "tensors_of",
+    "open_batches",
+    "describe_loader",
+    "longest_batch",
+    "BatchStream",
+]
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
@@ -30,9 +43,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) 
             return batch
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init}
+        values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if hasattr(batch, f.name)}
         changed = {key: map_tensors(function, value) for key, value in values.items()}
-        return batch if _same(changed.values(), values.values()) else dataclasses.replace(batch, **changed)
+        return batch if _same(changed.values(), values.values()) else _with_fields(batch, changed)
     return batch
 
 
@@ -41,10 +54,35 @@ def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
 
 
 def _like(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    try:
-        return type(batch)(items)  # type: ignore[call-arg]
-    except TypeError:
+    if type(batch) is dict:
         return items
+    try:
+        changed: Any = copy.copy(batch)  # a constructor may want something else than the items (defaultdict)
+        for key, value in items.items():
+            changed[key] = value
+    except TypeError:  # a mapping that cannot be copied or changed (MappingProxyType)
+        return items
+    return changed
+
+
+def _with_fields(batch: Any, values: dict[str, Any]) -> Any:
+    """Copy a dataclass and set its fields: its own constructor may check, convert or leave some of them out."""
+    changed = copy.copy(batch)
+    for key, value in values.items():
+        object.__setattr__(changed, key, value)
+    return changed
+
+
+def tensors_of(batch: Batch) -> list[torch.Tensor]:
+    """Return the tensors of a batch or of a module's output, depth first."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, batch)
+    return found
 
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
@@ -63,20 +101,21 @@ def count_samples(batch: Batch) -> int:
     Raises:
         TaskError: there is no tensor with a dimension in it.
     """
-    found: list[torch.Tensor] = []
+    for tensor in tensors_of(batch):
+        if tensor.ndim > 0:
+            return int(tensor.shape[0])
+    raise TaskError(
+        f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension;"
+        " give the task num_samples=function(batch)"
+    )
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
 
-    map_tensors(note, batch)
-    sized = [tensor for tensor in found if tensor.ndim > 0]
-    if not sized:
-        raise TaskError(
-            f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension;"
-            " give the task num_samples=function(batch)"
-        )
-    return int(sized[0].shape[0])
+def cut_batch(batch: Batch, *, size: int, num_samples: Callable[[Batch], int] | None = None) -> Batch:
+    """Return the first `size` samples: of every tensor whose first dimension is the number of samples."""
+    current = (num_samples or count_samples)(batch)
+    if current <= size:
+        return batch
+    return map_tensors(lambda tensor: tensor[:size] if tensor.ndim and tensor.shape[0] == current else tensor, batch)
 
 
 def open_batches(batches: Batches, *, name: str) -> Iterator[Batch]:
@@ -87,9 +126,32 @@ def open_batches(batches: Batches, *, name: str) -> Iterator[Batch]:
     """
     opened = batches() if callable(batches) else batches
     if not isinstance(opened, Iterable):
-        what = "returned" if callable(batches) else "are"
-        raise TaskError(f"the {name} batches {what} {type(opened).__name__}; a list or an iterable is needed")
+        what = "returned" if callable(batches) else "is"
+        raise TaskError(f"{name} {what} {type(opened).__name__}; batches in a list or another iterable are needed")
     return iter(opened)
+
+
+def describe_loader(batches: Any) -> str:
+    """Return what is known of a loader that gave nothing, such as " (3 samples, batch size 8, drop_last)"."""
+    if isinstance(batches, DataLoader):
+        size = len(batches.dataset) if isinstance(batches.dataset, Sized) else "?"
+        dropped = ", drop_last" if batches.drop_last else ""
+        return f" ({size} samples, batch size {batches.batch_size}{dropped})"
+    return " (an empty list)" if isinstance(batches, list | tuple) else ""
+
+
+def longest_batch(batches: Batches, *, max_batches: int) -> Batch:
+    """Return the batch with the most numbers among a list's, or among the first `max_batches` of a loader's.
+
+    Where lengths vary it is the longest batch that needs the most memory.
+    """
+    opened = batches() if callable(batches) else batches
+    drawn = open_batches(opened, name="train_batches")
+    return max(drawn if isinstance(opened, list | tuple) else itertools.islice(drawn, max_batches), key=_num_numbers)
+
+
+def _num_numbers(batch: Batch) -> int:
+    return sum(tensor.numel() for tensor in tensors_of(batch))
 
 
 class BatchStream:
@@ -142,7 +204,7 @@ class BatchStream:
             except StopIteration:
                 if self._num_opened and isinstance(self._batches, OneShot):
                     break
-                self._iterator = open_batches(self._batches, name="training")
+                self._iterator = open_batches(self._batches, name="train_batches")
                 self._num_opened += 1
         raise self._too_few()
 

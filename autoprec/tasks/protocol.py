@@ -93,7 +93,9 @@ class Task:
         max_grad_norm: clip the norm of unscaled gradients; None does not clip.
         accumulation_steps: micro-batches to one optimizer step.
         num_samples: samples in a batch; None takes the first dimension of its first tensor.
-        target: the shape of the real run; None takes the first training batch.
+        num_tokens: tokens in a batch, where throughput is to be told in them too.
+        lift_half_parameters: turn trainable FP16 and BF16 parameters into FP32 masters; else they are refused.
+        target: the shape of the real run; None takes the longest training batch.
         settings: what else decides the numbers (data set, sizes ...): part of the study's fingerprint, JSON values.
         source: how another process builds this task; None where it cannot travel.
     """
@@ -114,6 +116,8 @@ class Task:
     max_grad_norm: float | None = None
     accumulation_steps: int = 1
     num_samples: Callable[[Batch], int] | None = None
+    num_tokens: Callable[[Batch], int] | None = None
+    lift_half_parameters: bool = False
     target: TargetShape | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     source: TaskSource | None = None
@@ -123,8 +127,9 @@ class Task:
             raise TaskError(
                 f"task {self.name!r}: metric_direction is {self.metric_direction!r}; allowed: maximize, minimize"
             )
-        if self.accumulation_steps < 1:
-            raise TaskError(f"task {self.name!r}: accumulation_steps is {self.accumulation_steps}; at least 1")
+        steps = self.accumulation_steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise TaskError(f"task {self.name!r}: accumulation_steps is {steps!r}; a whole number from 1 is needed")
         if isinstance(self.optimizer, Mapping) and list(self.optimizer) != list(self.losses):
             raise TaskError(
                 f"task {self.name!r}: optimizer is a mapping of {list(self.optimizer)} and losses one of"

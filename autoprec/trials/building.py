@@ -14,7 +14,7 @@ from autoprec.errors import TaskError, did_you_mean
 from autoprec.policy import Policy
 from autoprec.tasks.batches import move_batch, open_batches
 from autoprec.tasks.protocol import Task
-from autoprec.training import needs_closure
+from autoprec.training import low_precision_parameters, needs_closure
 
 __all__ = ["build_model", "build_task_optimizers", "build_schedulers", "perturb_weights"]
 
@@ -31,6 +31,10 @@ def build_model(task: Task, device: torch.device, *, build: Callable[[], nn.Modu
     model.to(device)
     if any(is_lazy(parameter) for parameter in (*model.parameters(), *model.buffers())):
         _materialise(model, task, device)
+    if task.lift_half_parameters:
+        half = low_precision_parameters(model)
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.float() if name in half else parameter.data
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskError(f"task {task.name!r}: no parameter of {type(model).__name__} is trainable (all are frozen)")
     return model.train()
@@ -38,7 +42,7 @@ def build_model(task: Task, device: torch.device, *, build: Callable[[], nn.Modu
 
 def _materialise(model: nn.Module, task: Task, device: torch.device) -> None:
     model.eval()
-    for batch in open_batches(task.train_batches, name="training"):
+    for batch in open_batches(task.train_batches, name="train_batches"):
         with torch.no_grad():
             task.loss(model, move_batch(batch, device))
         return

@@ -15,7 +15,7 @@ from autoprec.errors import TaskError
 from autoprec.tasks.batches import count_samples, move_batch, open_batches
 from autoprec.tasks.protocol import Batch, Task
 
-__all__ = ["Evaluation", "estimate_batchnorm", "evaluate"]
+__all__ = ["Evaluation", "estimate_batchnorm", "evaluate", "evaluating", "loss_and_metric"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ def evaluate(model: nn.Module, task: Task, *, device: torch.device) -> Evaluatio
     count = task.num_samples or count_samples
     losses, metrics, num_samples = 0.0, 0.0, 0
     with evaluating(model):
-        for batch in open_batches(task.eval_batches, name="held-out"):
+        for batch in open_batches(task.eval_batches, name="eval_batches"):
             size = count(batch)
-            loss, metric = _loss_and_metric(model, task, move_batch(batch, device))
+            loss, metric = loss_and_metric(model, task, move_batch(batch, device))
             losses, metrics, num_samples = losses + loss * size, metrics + metric * size, num_samples + size
     if num_samples == 0:
         raise TaskError(f"task {task.name!r}: there are 0 held-out batches to evaluate on")
@@ -76,21 +76,28 @@ def _has_metric(task: Task) -> bool:
     return task.metric is not None or task.evaluate is not None
 
 
-def _loss_and_metric(model: nn.Module, task: Task, batch: Batch) -> tuple[float, float]:
+def loss_and_metric(model: nn.Module, task: Task, batch: Batch) -> tuple[float, float]:
+    """Return both for one batch, the metric as the task gives it.
+
+    Raises:
+        TaskError: one of them is not a number.
+    """
     if task.evaluate is not None:
         loss, metric = task.evaluate(model, batch)
-        return _number(loss, task), _number(metric, task)
-    value = float(task.loss(model, batch))
-    return value, -value if task.metric is None else _number(task.metric(model, batch), task)
+        return _number(loss, "loss", task), _number(metric, "metric", task)
+    value = _number(task.loss(model, batch), "loss", task)
+    return value, -value if task.metric is None else _number(task.metric(model, batch), "metric", task)
 
 
-def _number(metric: torch.Tensor | float, task: Task) -> float:
+def _number(value: torch.Tensor | float, name: str, task: Task) -> float:
     try:
-        return float(metric)
+        if isinstance(value, str):
+            raise TypeError
+        return float(value)
     except (TypeError, ValueError, RuntimeError):
-        shape = f" of shape {tuple(metric.shape)}" if isinstance(metric, torch.Tensor) else ""
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
         raise TaskError(
-            f"task {task.name!r}: the metric returned {type(metric).__name__}{shape}; one number is needed"
+            f"task {task.name!r}: the {name} returned {type(value).__name__}{shape}; one number is needed"
         ) from None
 
 

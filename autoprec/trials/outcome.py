@@ -67,6 +67,8 @@ class Outcome(BaseModel):
     peak_memory_bytes: Number | None = None
     memory_by_category: dict[str, float] = Field(default_factory=dict)
     throughput_samples_per_second: Number | None = None
+    throughput_tokens_per_second: Number | None = None
+    """Where the task counts tokens."""
     accuracy: Number | None = None
     eval_loss: Number | None = None
     train_losses: list[float] = Field(default_factory=list)

@@ -67,6 +67,7 @@ def _with_target(outcome: Outcome, task: Task, policy: Policy, settings: TrialSe
         update={
             "peak_memory_bytes": figures.peak_memory_bytes,
             "throughput_samples_per_second": figures.throughput_samples_per_second,
+            "throughput_tokens_per_second": figures.throughput_tokens_per_second,
             "memory_by_category": figures.memory_by_category,
             "notes": [*outcome.notes, *figures.notes],
         }

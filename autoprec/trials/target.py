@@ -16,7 +16,7 @@ from torch import nn
 from autoprec.apply import apply_policy, build_grad_scaler, read_structure
 from autoprec.estimates import StepEstimate, estimate_step
 from autoprec.policy import Number, Policy, resolve_precisions
-from autoprec.tasks.batches import count_samples, move_batch, open_batches
+from autoprec.tasks.batches import count_samples, longest_batch, move_batch
 from autoprec.tasks.protocol import Batch, Task
 from autoprec.training import TrainingStep
 from autoprec.trials.building import build_model, build_task_optimizers
@@ -27,6 +27,8 @@ __all__ = ["TargetFigures", "estimate_figures", "target_batch", "target_estimate
 
 NUM_WARMUP_STEPS = 5
 NUM_TIMED_STEPS = 15
+MAX_BATCHES = 64
+"""Of a loader, among how many batches the longest is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class TargetFigures:
 
     peak_memory_bytes: Number
     throughput_samples_per_second: Number
+    throughput_tokens_per_second: Number | None = None
     memory_by_category: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -43,7 +46,7 @@ _ESTIMATES: weakref.WeakKeyDictionary[Task, dict[str, StepEstimate]] = weakref.W
 
 
 def target_figures(task: Task, policy: Policy, settings: TrialSettings) -> TargetFigures:
-    """Return memory and throughput at the task's target shape, or at its first training batch where it has none.
+    """Return memory and throughput at the task's target shape, or at its longest training batch where it has none.
 
     On CUDA a few steps are timed and the peak is measured. Elsewhere one step is estimated for `settings.gpu`; equal
     policies are estimated once.
@@ -64,6 +67,7 @@ def estimate_figures(task: Task, policy: Policy, settings: TrialSettings) -> Tar
     return TargetFigures(
         peak_memory_bytes=estimate.peak_memory_bytes,
         throughput_samples_per_second=estimate.throughput_samples_per_second,
+        throughput_tokens_per_second=_per_token(task, estimate.throughput_samples_per_second),
         memory_by_category={name: float(size) for name, size in estimate.by_category.items()},
         notes=tuple(estimate.notes),
     )
@@ -84,11 +88,17 @@ def _target_model(task: Task) -> Callable[[], nn.Module] | None:
     return task.target.model if task.target is not None else None
 
 
+_BATCHES: weakref.WeakKeyDictionary[Task, Batch] = weakref.WeakKeyDictionary()
+
+
 def target_batch(task: Task) -> Batch:
-    """Return one batch of the target shape, or the first training batch where the task has none."""
+    """Return a batch of the target shape, else the longest one of an epoch's first; always the same in a process."""
     if task.target is not None:
         return task.target.make_batch()
-    return next(open_batches(task.train_batches, name="training"))
+    if task not in _BATCHES:
+        seed_everything(0)
+        _BATCHES[task] = longest_batch(task.train_batches, max_batches=MAX_BATCHES)
+    return _BATCHES[task]
 
 
 def _policy_key(model: nn.Module, policy: Policy, gpu: str) -> str:
@@ -98,6 +108,15 @@ def _policy_key(model: nn.Module, policy: Policy, gpu: str) -> str:
     optimizer = policy.optimizer.model_dump() if policy.optimizer is not None else None
     text = json.dumps([gpu, policy.dtype, precisions, optimizer], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _per_token(task: Task, samples_per_second: Number) -> Number | None:
+    """Turn samples a second into tokens a second, where the task counts tokens."""
+    if task.num_tokens is None:
+        return None
+    batch = target_batch(task)
+    tokens = task.num_tokens(batch) / (task.num_samples or count_samples)(batch)
+    return Number(value=samples_per_second.value * tokens, kind=samples_per_second.kind)
 
 
 def _estimate(model: nn.Module, task: Task, policy: Policy, gpu: str) -> StepEstimate:
@@ -110,6 +129,7 @@ def _estimate(model: nn.Module, task: Task, policy: Policy, gpu: str) -> StepEst
         optimizers=lambda copied: build_task_optimizers(task, policy, copied),
         accumulation_steps=task.accumulation_steps,
         gpu=gpu,
+        num_samples=task.num_samples,
     )
 
 
@@ -144,11 +164,14 @@ def _measure(task: Task, policy: Policy, device: torch.device) -> TargetFigures:
         peak = torch.cuda.max_memory_allocated(device)
     milliseconds = [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
     samples = (task.num_samples or count_samples)(batch) * task.accumulation_steps
+    throughput = Number(value=samples / (statistics.median(milliseconds) / 1e3), kind="measured")
+    per_token = _per_token(task, throughput)
     del model, step, batch
     release(reference, device)
     return TargetFigures(
         peak_memory_bytes=Number(value=float(peak), kind="measured"),
-        throughput_samples_per_second=Number(value=samples / (statistics.median(milliseconds) / 1e3), kind="measured"),
+        throughput_samples_per_second=throughput,
+        throughput_tokens_per_second=per_token,
     )
 
 

@@ -1,50 +1,15 @@
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import pytest
 import torch
 
-from autoprec.errors import TaskError
-from autoprec.estimates.batches import map_tensors, num_samples_of, resize_batch, tensors_of
+from autoprec.estimates.batches import resize_batch
 
 
 class Pair(NamedTuple):
     images: torch.Tensor
     labels: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Record:
-    images: torch.Tensor
-    name: str
-
-
-def test_mapping_keeps_the_class_of_every_container() -> None:
-    ones = torch.ones(2)
-    batch = {
-        "pair": Pair(ones, ones),
-        "ordered": OrderedDict(a=ones),
-        "record": Record(ones, "x"),
-        "list": [ones, None, 3],
-    }
-    doubled = map_tensors(batch, lambda tensor: tensor * 2)
-    assert isinstance(doubled["pair"], Pair)
-    assert isinstance(doubled["ordered"], OrderedDict)
-    assert isinstance(doubled["record"], Record)
-    assert doubled["record"].name == "x"
-    assert doubled["list"][1:] == [None, 3]
-    assert [tensor.tolist() for tensor in tensors_of(doubled)] == [[2.0, 2.0]] * 5
-    assert ones.tolist() == [1.0, 1.0]
-    assert batch["record"].images is ones
-
-
-def test_samples_are_the_first_dimension_of_the_first_tensor_that_has_one() -> None:
-    assert num_samples_of({"scale": torch.tensor(1.0), "x": torch.zeros(5, 2)}) == 5
-    with pytest.raises(TaskError, match="num_samples"):
-        num_samples_of({"scale": torch.tensor(1.0)})
 
 
 def test_resizing_repeats_samples_and_pixels_and_leaves_other_tensors() -> None:

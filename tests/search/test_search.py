@@ -327,6 +327,6 @@ def test_nothing_private_is_in_any_file_that_a_search_writes(searched: SearchRes
 
 
 def test_a_task_with_no_batches_is_an_error_before_any_trial(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="0 training batches"):
+    with pytest.raises(TaskError, match=r"train_batches: there are 0 batches \(an empty list\)"):
         tiny_plan(tmp_path, task=tiny_task(train_batches=[]))
     assert list(tmp_path.iterdir()) == []

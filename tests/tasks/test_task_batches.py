@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +13,15 @@ import torch
 
 from autoprec.errors import TaskError
 from autoprec.tasks import Task
-from autoprec.tasks.batches import BatchStream, count_samples, map_tensors, move_batch
+from autoprec.tasks.batches import (
+    BatchStream,
+    count_samples,
+    cut_batch,
+    longest_batch,
+    map_tensors,
+    move_batch,
+    tensors_of,
+)
 
 
 class Pair(NamedTuple):
@@ -26,6 +35,18 @@ class Record:
     name: str = "r"
 
 
+@dataclasses.dataclass
+class Computed:
+    """A dataclass with a field that its constructor does not take."""
+
+    x: torch.Tensor
+    length: int = dataclasses.field(init=False)
+    half: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.length, self.half = len(self.x), self.x[:2]
+
+
 X = torch.zeros(4, 2)
 BATCHES = [
     X,
@@ -33,6 +54,9 @@ BATCHES = [
     [X, 3],
     {"x": X, "deep": {"y": (X,)}},
     OrderedDict(x=X),
+    defaultdict(list, x=X),
+    UserDict(x=X),
+    Computed(X),
     Pair(X, [1, 2]),
     Record(X),
 ]
@@ -43,12 +67,16 @@ IDS = [type(batch).__name__ for batch in BATCHES]
 def test_containers_keep_their_class_and_other_values(batch: Any) -> None:
     moved = map_tensors(lambda tensor: tensor + 1, batch)
     assert type(moved) is type(batch)
-    tensors: list[torch.Tensor] = []
-    map_tensors(lambda tensor: tensors.append(tensor) or tensor, moved)  # type: ignore[func-returns-value]
+    tensors = tensors_of(moved)
     assert tensors
+    assert all(bool((tensor == 0).all()) for tensor in tensors_of(batch))
     assert all(bool((tensor == 1).all()) for tensor in tensors)
     if isinstance(batch, Record):
         assert moved.name == "r"
+    if isinstance(batch, Computed):
+        assert (moved.length, len(tensors)) == (4, 2)
+    if isinstance(batch, defaultdict):
+        assert moved["missing"] == []
     if isinstance(batch, Pair):
         assert moved.ids == [1, 2]
 
@@ -67,6 +95,10 @@ def test_tensors_elsewhere_are_moved() -> None:
 @pytest.mark.parametrize("batch", BATCHES, ids=IDS)
 def test_samples_are_the_first_dimension_of_the_first_tensor(batch: Any) -> None:
     assert count_samples(batch) == 4
+
+
+def test_a_mapping_that_cannot_be_copied_becomes_a_dict() -> None:
+    assert map_tensors(lambda tensor: tensor + 1, MappingProxyType({"n": torch.tensor(3.0)})) == {"n": 4.0}
 
 
 @pytest.mark.parametrize("batch", ["text", {"n": torch.tensor(3.0)}, ()], ids=["text", "a scalar", "nothing"])
@@ -148,3 +180,19 @@ def test_a_function_that_returns_one_exhausted_iterator_is_told_from_a_fresh_one
 def test_a_task_with_a_bad_field_names_the_field(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         small_task(**changes)
+
+
+def test_a_batch_is_cut_where_its_tensors_count_the_samples() -> None:
+    batch = Pair(torch.arange(12).view(6, 2), [torch.arange(6), torch.ones(3), "text"])
+    cut = cut_batch(batch, size=4)
+    assert cut.x.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [cut.ids[0].tolist(), cut.ids[1].tolist(), cut.ids[2]] == [[0, 1, 2, 3], [1, 1, 1], "text"]
+    assert cut_batch(batch, size=6) is batch
+    by_task = cut_batch(torch.zeros(16, 6), size=4, num_samples=lambda b: b.shape[1])
+    assert by_task.shape == (16, 6)
+
+
+def test_the_longest_batch_is_found_among_a_list_or_the_first_of_a_loader() -> None:
+    data = [{"ids": torch.zeros(4, length)} for length in (3, 9, 5, 11)]
+    assert longest_batch(data, max_batches=1) is data[3]
+    assert longest_batch(lambda: iter(data), max_batches=3) is data[1]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
+import random
+import sys
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 
 from autoprec.errors import TaskError, UsageError
 from autoprec.tasks import Task, TaskSource
+from autoprec.tasks.code import code_digest
+from autoprec.tasks.source import resolve_task, source_of
 
 FILE = """
 from autoprec.tasks import Task
@@ -52,13 +60,14 @@ def test_a_task_from_a_module() -> None:
         ("{file}:make_tusk", "has no function 'make_tusk'; nearest: make_task"),
         ("{file}", "path/to/file.py:function"),
         ("missing.py:f", "there is no such file"),
+        ("{folder}/my_tusk.py:f", "there is no such file; nearest: my_task.py"),
         ("no_such_package.tasks:f", "there is no module 'no_such_package'"),
     ],
-    ids=["function", "no function", "file", "module"],
+    ids=["function", "no function", "file", "nearest file", "module"],
 )
 def test_a_wrong_name_says_what_is_there(task_file: Path, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        TaskSource("function", {"name": name.format(file=task_file)}).build()
+        TaskSource("function", {"name": name.format(file=task_file, folder=task_file.parent)}).build()
 
 
 def test_a_function_that_returns_no_task_says_what_it_returned(task_file: Path) -> None:
@@ -69,3 +78,139 @@ def test_a_function_that_returns_no_task_says_what_it_returned(task_file: Path) 
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(UsageError, match="task source 'visoin'; allowed: vision, function"):
         TaskSource("visoin").build()
+
+
+BROKEN = {
+    "not Python": ("def task(:\n    pass\n", r"task file broken\.py is not Python: .* \(line 1\)"),
+    "a missing extra": (
+        "import aeonn.datasets\n",
+        r"broken\.py needs the module 'aeonn', .* pip install aeonn \(line 1\)",
+    ),
+    "a package by another name": ("import sklearn_\n", "needs the module 'sklearn_', which is not installed"),
+    "raises": ("x = 1\ny = x / 0\n", r"task file broken\.py raised ZeroDivisionError: division by zero \(line 2\)"),
+    "exits": ("import sys\nsys.exit(3)\n", r"task file broken\.py raised SystemExit: 3 \(line 2\)"),
+    "wants an argument": ("def task(size):\n    pass\n", r"broken\.py:task: it is called without arguments, .*'size'"),
+    "the function raises": (
+        "def task():\n    raise OSError('no such disk')\n",
+        r"broken\.py:task raised OSError: no such disk",
+    ),
+    "a task, no function": (
+        "import autoprec\ntask = autoprec.Task(name='t', model=None, train_batches=[], eval_batches=[], loss=None)\n",
+        r"broken\.py: 'task' is a Task; a function that makes it is needed",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_file_is_one_line_that_says_where(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    with pytest.raises((TaskError, UsageError), match=words) as raised:
+        TaskSource("function", {"name": f"{path}:task"}).build()
+    assert "\n" not in str(raised.value)
+    assert str(tmp_path) not in str(raised.value)
+
+
+def test_the_users_own_error_is_the_cause(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("1 / 0")
+    with pytest.raises(TaskError) as raised:
+        TaskSource("function", {"name": f"{path}:task"}).build()
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_modules_beside_the_file_are_found_also_when_they_are_imported_later(tmp_path: Path) -> None:
+    (tmp_path / "beside_the_task.py").write_text("NAME = 'beside'")
+    (tmp_path / "later_than_the_task.py").write_text("NAME = 'later'")
+    (tmp_path / "mine.py").write_text(
+        "import beside_the_task\nfrom autoprec.tasks import Task\n"
+        "def task():\n    import later_than_the_task\n"
+        "    name = beside_the_task.NAME + later_than_the_task.NAME\n"
+        "    return Task(name=name, model=None, train_batches=[], eval_batches=[], loss=None)\n"
+    )
+    before = list(sys.path)
+    try:
+        assert TaskSource("function", {"name": f"{tmp_path / 'mine.py'}:task"}).build().name == "besidelater"
+    finally:
+        sys.path[:] = before
+
+
+def a_task() -> Task:
+    return Task(name="here", model=None, train_batches=[], eval_batches=[], loss=None)  # type: ignore[arg-type]
+
+
+def test_a_function_of_a_module_travels_and_a_closure_or_a_script_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closure() -> Task:
+        return a_task()
+
+    travelling = resolve_task(a_task)
+    assert travelling.source is not None
+    assert travelling.source.build().name == "here"
+    assert resolve_task(closure).source is None
+    assert resolve_task(lambda: a_task()).source is None
+    monkeypatch.setattr(a_task, "__module__", "__main__")
+    assert source_of(a_task) is None
+    task = a_task()
+    assert resolve_task(task) is task
+
+
+def test_a_function_of_a_package_travels_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "__init__.py").write_text("")
+    (tmp_path / "own_package" / "tasks.py").write_text(FILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = source_of(importlib.import_module("own_package.tasks").make_task)
+    assert source == TaskSource("function", {"name": "own_package.tasks:make_task"})
+    assert resolve_task("own_package.tasks:make_task").name == "made-3"
+
+
+@pytest.mark.parametrize("given", [5, None], ids=str)
+def test_what_is_no_task_is_refused(given: object) -> None:
+    with pytest.raises(UsageError, match=r"an autoprec\.Task, its name or the function is needed"):
+        resolve_task(given)  # type: ignore[arg-type]
+
+
+def test_other_code_is_another_digest(task_file: Path) -> None:
+    def digest() -> str | None:
+        return code_digest(TaskSource("function", {"name": f"{task_file}:make_task"}).build())
+
+    first = digest()
+    assert first is not None
+    assert digest() == first
+    task_file.write_text(FILE + "\n# another line\n")
+    assert digest() != first
+
+
+def test_code_without_a_file_is_told_apart_by_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "a_notebook", ModuleType("a_notebook"))
+
+    def digest(text: str) -> str | None:
+        names: dict[str, object] = {"__name__": "a_notebook"}
+        exec(text, names)
+        loss: object = names["loss"]
+        return code_digest(Task(name="t", model=dict, train_batches=[], eval_batches=[], loss=loss))  # type: ignore[arg-type]
+
+    one, same, other = (digest(f"def loss(model, batch):\n    return {value}") for value in (1, 1, 2))
+    assert one == same != other
+
+
+def test_a_task_by_name_and_installed_code_have_no_digest() -> None:
+    assert code_digest(TaskSource("vision", {"model": "resnet18"}).build()) is None
+    assert code_digest(Task(name="t", model=dict, train_batches=[], eval_batches=[], loss=len)) is None  # type: ignore[arg-type]
+
+
+def test_every_process_gets_the_same_data_and_the_random_states_are_left_alone() -> None:
+    def drawing() -> Task:
+        data = [torch.rand(1).item(), float(np.random.rand()), random.random()]
+        return Task(name="t", model=dict, train_batches=data, eval_batches=[], loss=len)  # type: ignore[arg-type]
+
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first = resolve_task(drawing).train_batches
+    assert torch.equal(torch.rand(1), expected)
+    random.random()
+    np.random.rand()
+    assert resolve_task(drawing).train_batches == first

@@ -525,7 +525,7 @@ class TestKinds:
             ({"model": lambda: network().requires_grad_(False)}, "no parameter of Sequential is trainable"),
             ({"train_batches": []}, "there are 0 training batches"),
             ({"eval_batches": []}, "there are 0 held-out batches"),
-            ({"train_batches": 5}, "the training batches are int"),
+            ({"train_batches": 5}, "train_batches is int"),
             ({"loss": lambda m, b: 1.0}, "the loss is float"),
             ({"loss": lambda m, b: m(b[0])}, r"the loss is Tensor of shape \(8, 2\)"),
             ({"loss": lambda m, b: cross_entropy(m, b).detach()}, "the loss has no gradient"),
