@@ -135,6 +135,9 @@ class Measured:
 
 
 def real(samplers: Sequence[str], arguments: argparse.Namespace) -> None:
+    if not small_network.DATA.exists():
+        print("real: the network's policies are not measured yet: python benchmarks/small_network.py")
+        return
     plan = small_network.plan()
     measure = Measured(plan)
     fp32 = measure(plan.arms[0].policy, plan.trial)
