@@ -34,7 +34,7 @@ def _option(text: str, group: str, *names: str) -> Any:
 def _search(
     task: TaskOptions,
     n_trials: Annotated[int, _option("Finished trials in all, the proof not counted.", "study", "--n-trials")] = 12,
-    sampler: Annotated[str, _option("policy, tpe, nsga2, gp or random.", "study", "--sampler")] = "tpe",
+    sampler: Annotated[str, _option("policy, tpe, nsga2, gp or random.", "study", "--sampler")] = "policy",
     space: Annotated[str | None, _option("default, cnn, transformer or a TOML file.", "study", "--space")] = None,
     margin: Annotated[
         float | None, _option("Accuracy below FP32 that counts as equal; fixed before.", "study", "--margin")

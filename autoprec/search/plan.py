@@ -78,7 +78,7 @@ class SearchSettings:
     """
 
     n_trials: int = 12
-    sampler: str = "tpe"
+    sampler: str = "policy"
     prefer: Prefer = "balanced"
     memory_budget_bytes: float | None = None
     space: str | Path | None = None
