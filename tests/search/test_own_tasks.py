@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autoprec import search_policy
-from autoprec.errors import PrecisionWarning, TaskError
+from autoprec.errors import TaskError
 from autoprec.policy import load_policy
 from autoprec.search import SearchSettings, prepare_search
 from autoprec.search.verification import Proof
@@ -75,14 +75,6 @@ def test_the_shortest_own_task_gives_policy_front_and_study(readme_task: Path, t
     assert result.plan.study_name.startswith("mine-")
 
 
-def test_a_task_that_is_given_itself_runs_here_and_a_warning_says_so(task_file: Path, tmp_path: Path) -> None:
-    task = resolve_task(f"{task_file}:task")
-    object.__setattr__(task, "source", None)
-    with pytest.warns(PrecisionWarning, match="the trials run in this process"):
-        result = search_policy(task, output=tmp_path / "out", **SHORT)
-    assert result.policy.recommendation is not None
-
-
 def test_other_code_is_another_study(task_file: Path) -> None:
     def name() -> str:
         task = resolve_task(f"{task_file}:task")
@@ -108,7 +100,7 @@ print("runs once:", result.recommendation.choice)
 """
 
 
-@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
+@pytest.mark.parametrize("guarded", [pytest.param(True, marks=pytest.mark.slow), False], ids=["guarded", "unguarded"])
 def test_a_script_searches_the_task_that_it_defines(tmp_path: Path, guarded: bool) -> None:
     search = SEARCH.format(folder=str(tmp_path / "out"))
     if guarded:
