@@ -125,7 +125,7 @@ class PoisonedLinear(nn.Linear):
         return F.batch_norm(y * y * y, self.running_mean, self.running_var, training=self.training)
 
 
-OUTLIERS = {64: 18.0, WIDTH: 32.0}
+OUTLIERS = {64: 22.0, WIDTH: 29.0}
 
 
 class Block(nn.Module):
