@@ -18,7 +18,7 @@ from autoprec.search.events import Events
 from autoprec.search.lookahead import Measure, measure_ahead
 from autoprec.search.ratios import Ratios, paired_ratios
 from autoprec.search.statistics import Interval, interval, num_values_needed
-from autoprec.trials.outcome import Outcome, TrialSettings
+from autoprec.trials.outcome import Headroom, Outcome, TrialSettings
 
 __all__ = [
     "Proof",
@@ -53,6 +53,8 @@ class Proof:
         num_steps: steps of each run, the learning rate falling to zero.
         alpha: chance that an arm which is worse than the margin is called proved, over all looks together.
         loss_margin: how far the held-out loss may lie above FP32's, relative to it, before that alone refutes an arm.
+        max_half: largest half value that a forward pass may reach; beyond it an arm is refuted, since longer training
+            and other data reach further. A quarter of FP16's largest number.
         first_seed: distance between the seed of the trials and the first seed of the proof.
     """
 
@@ -61,6 +63,7 @@ class Proof:
     num_steps: int = 40
     alpha: float = 0.05
     loss_margin: float = 0.25
+    max_half: float = 65504.0 / 4
     first_seed: int = FIRST_SEED
 
     def __post_init__(self) -> None:
@@ -82,6 +85,7 @@ class Proof:
                 "seed": trial.seed + self.first_seed + index,
                 "measured_steps": max(1, self.num_steps - trial.warmup_steps),
                 "anneal": True,
+                "watch_headroom": True,
             }
         )
 
@@ -340,6 +344,12 @@ def judge(
     failed = _has_failed(contender, known)
     if failed is not None:
         return Verdict("refuted", None, f"a run ended in {failed.kind}: {failed.message}"[:500])
+    near = _nearest_to_overflow(contender, known)
+    if near is not None and near.largest > proof.max_half:
+        reason = (
+            f"a half value reached {near.largest:,.0f} in module {near.module!r}: too near to the end of FP16, 65,504"
+        )
+        return Verdict("refuted", None, reason[:500])
     differences, losses = [], []
     for index in range(num_seeds):
         own, fp32 = known.get((contender.key, index)), known.get((reference.key, index))
@@ -358,6 +368,11 @@ def judge(
     if difference.low > -proof.margin:
         return Verdict("proved", difference, f"not worse than FP32 by more than {proof.margin:g}", excess)
     return Verdict("open", difference, f"{num_seeds} seeds cannot tell", excess)
+
+
+def _nearest_to_overflow(contender: Contender, known: Mapping[tuple[str, int], Outcome]) -> Headroom | None:
+    found = [o.headroom for (key, _), o in known.items() if key == contender.key and o.headroom is not None]
+    return max(found, key=lambda headroom: headroom.largest, default=None)
 
 
 def _loss_excess(losses: Sequence[tuple[float, float]], proof: Proof) -> Interval:

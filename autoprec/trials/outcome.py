@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from autoprec.policy import Number
 
-__all__ = ["EndKind", "Outcome", "TrialSettings", "NonFinite"]
+__all__ = ["EndKind", "Headroom", "Outcome", "TrialSettings", "NonFinite"]
 
 EndKind = Literal[
     "ok",
@@ -44,6 +44,8 @@ class TrialSettings(BaseModel):
     """Let the learning rate fall to zero over the run (verification); a task's own scheduler wins."""
     perturbation: float = Field(default=0.0, ge=0)
     """Move each start weight by up to this share of itself, at random: shows how far two equal trainings part."""
+    watch_headroom: bool = False
+    """Note how near the forward passes come to the end of FP16 (verification)."""
 
 
 class NonFinite(BaseModel):
@@ -54,6 +56,15 @@ class NonFinite(BaseModel):
     step: int
     module: str
     what: str
+
+
+class Headroom(BaseModel):
+    """The largest finite half value of all forward passes, and the module in whose code it came up."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    largest: float
+    module: str
 
 
 class Outcome(BaseModel):
@@ -78,6 +89,8 @@ class Outcome(BaseModel):
     grad_norms: list[float | None] = Field(default_factory=list)
     """Norm of the unscaled gradients at each step; None where it was not finite."""
     first_non_finite: NonFinite | None = None
+    headroom: Headroom | None = None
+    """None where it was not watched, or where nothing ran in FP16."""
     notes: list[str] = Field(default_factory=list)
     """What a reader must know of these numbers (batches left out, how an estimate was made)."""
     stderr_tail: str = ""

@@ -19,6 +19,7 @@ from autoprec.apply import apply_policy, build_grad_scaler, remove_policy, suspe
 from autoprec.emulation import emulate
 from autoprec.errors import TaskError
 from autoprec.policy import Kind, Number, Policy
+from autoprec.probes.headroom import LargestHalf, watch_headroom
 from autoprec.tasks.batches import BatchStream, move_batch
 from autoprec.tasks.protocol import Batch, Task
 from autoprec.training import TrainingStep
@@ -27,7 +28,7 @@ from autoprec.trials.evaluation import estimate_batchnorm, evaluate
 from autoprec.trials.failures import TrialEnd, classify, describe, format_traceback
 from autoprec.trials.finiteness import find_in_buffers, find_in_forward, find_in_gradients
 from autoprec.trials.isolation import RandomState, RandomStream, isolated, release, seed_everything
-from autoprec.trials.outcome import NonFinite, Outcome, TrialSettings
+from autoprec.trials.outcome import Headroom, NonFinite, Outcome, TrialSettings
 from autoprec.trials.target import target_figures
 
 __all__ = ["run_trial"]
@@ -90,6 +91,7 @@ class _Trial:
     num_skipped: int = 0
     step_number: int | None = None
     non_finite: NonFinite | None = None
+    largest_half: LargestHalf = field(default_factory=LargestHalf)
     reference: weakref.ref[nn.Module] | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +100,7 @@ class _Trial:
         wanted = self.device.type == "cpu" if asked is None else asked
         self.emulates = wanted and bool(self.policy.low_precisions)
         self.num_steps = self.settings.warmup_steps + self.settings.measured_steps
+        self.watches = self.settings.watch_headroom and "fp16" in self.policy.low_precisions
         self.data = RandomStream(self.settings.seed)
 
     def run(self) -> Outcome:
@@ -146,7 +149,8 @@ class _Trial:
             for batch in batches:
                 randomness = RandomState()
                 run = functools.partial(compute_loss, model, batch)
-                loss = run()
+                with watch_headroom(model, self.largest_half) if self.watches else contextlib.nullcontext():
+                    loss = run()
                 losses.append(self._check_loss(loss, run, model, randomness))
                 result = step(loss, optimizer=place)
         assert result is not None
@@ -244,6 +248,10 @@ class _Trial:
             traceback=format_traceback(error) if shows_traceback else "",
         )
 
+    def _headroom(self) -> Headroom | None:
+        found = self.largest_half
+        return Headroom(largest=found.value, module=found.module) if found.value else None
+
     def _outcome(self, **fields: Any) -> Outcome:
         measured = self.seconds[self.settings.warmup_steps :]
         return Outcome(
@@ -253,6 +261,7 @@ class _Trial:
             num_steps_taken=self.num_taken,
             num_steps_skipped=self.num_skipped,
             first_non_finite=self.non_finite,
+            headroom=self._headroom(),
             step_seconds_here=statistics.median(measured) if measured else None,
             notes=self.notes,
             **fields,

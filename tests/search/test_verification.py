@@ -26,7 +26,7 @@ from autoprec.search.verification import (
     judge,
     verify,
 )
-from autoprec.trials.outcome import Outcome, TrialSettings
+from autoprec.trials.outcome import Headroom, Outcome, TrialSettings
 
 FOUND = Policy(default="autocast", modules={"norm": "fp16"})
 CONTENDERS = [
@@ -134,6 +134,20 @@ def test_a_held_out_loss_far_above_fp32s_refutes_though_the_accuracy_is_equal(tm
     assert verdict.kind == "refuted"
     assert verdict.loss_excess is not None
     assert verdict.loss_excess.mean == pytest.approx(0.4)
+
+
+def test_an_arm_that_comes_near_the_end_of_fp16_is_refuted_though_its_accuracy_is_equal(tmp_path: Path) -> None:
+    def measure(policy: Policy, settings: TrialSettings) -> Outcome:
+        assert settings.watch_headroom
+        outcome = FakeMeasure(noise=0.001)(policy, settings)
+        largest = {FOUND: 17_000.0, BASELINES["autocast fp16"]: 16_000.0}.get(policy)
+        found = None if largest is None else Headroom(largest=largest, module="blocks.1.conv")
+        return outcome.model_copy(update={"headroom": found})
+
+    verdicts = prove(tmp_path, measure).verdicts
+    assert verdicts["trial 7"].kind == "refuted"
+    assert "17,000 in module 'blocks.1.conv'" in verdicts["trial 7"].reason
+    assert verdicts["autocast fp16"].kind == "proved"
 
 
 @pytest.mark.parametrize(
