@@ -41,6 +41,8 @@ from autoprec.trials.target import TargetFigures, estimate_figures
 __all__ = ["SearchResult", "metric_resolution", "run_search", "search_policy", "with_ratios"]
 
 SAVINGS_PREFIX = "autoprec:savings:"
+MAX_ROUNDS = 3
+"""Sets of finalists that are proved, one after the other, while all of a set are refuted."""
 
 PREFERENCE_WEIGHTS: Mapping[str, tuple[float, float, float]] = {
     "balanced": (1.0, 1.0, 0.0),
@@ -205,22 +207,23 @@ def _check_folder(plan: SearchPlan) -> None:
         raise UsageError(f"the output folder holds the policy of {other}; give another -o")
 
 
-def candidates_of(study: SearchStudy, plan: SearchPlan) -> list[Candidate]:
+def candidates_of(study: SearchStudy, plan: SearchPlan, refuted: Sequence[Candidate] = ()) -> list[Candidate]:
     """Return the baselines, then the found policies that are better than each of them by their own numbers.
 
     At most `MAX_FINALISTS` for the preference that was asked for and the best for each other one, so that a choice can
-    be made again. Of found policies with the same precisions only the one with the default optimizer settings stands,
-    or the first; one with other settings where they lower the loss.
+    be made again; those that a proof has `refuted` stand beside them. Of found policies with the same precisions only
+    the one with the default optimizer settings stands, or the first; one with other settings where they lower the loss.
     """
     settings = plan.settings
     records = [record for record in study.records if not record.is_cached]
     baselines = [_candidate(r) for r in records if r.arm in {arm.name for arm in plan.arms if arm.is_baseline}]
     found = [_candidate(r) for r in records if r.is_feasible and _candidate(r).is_found]
-    found = [c for c in found if c.fits(settings.memory_budget_bytes)]
+    known = {c.key for c in refuted}
+    found = [c for c in found if c.fits(settings.memory_budget_bytes) and c.key not in known]
     finalists = _finalists(baselines, found, settings.prefer)[:MAX_FINALISTS]
     for other in PREFERENCES:
         finalists += [c for c in _finalists(baselines, found, other)[:1] if c not in finalists]
-    return [*baselines, *finalists]
+    return [*baselines, *refuted, *finalists]
 
 
 def _finalists(baselines: Sequence[Candidate], found: Sequence[Candidate], prefer: Prefer) -> list[Candidate]:
@@ -244,10 +247,16 @@ def _prove(
     plan: SearchPlan, study: SearchStudy, measure: Measure, events: Events
 ) -> tuple[list[Candidate], Verification]:
     """Return the arms of the proof, with what the revert pass added, and their verification."""
-    candidates = candidates_of(study, plan)
     prove = _Prover(plan, study, measure, events)
-    order = order_of(candidates, plan.settings.prefer, plan.settings.memory_budget_bytes)
-    verification = prove([c for c in candidates if c.outcome.is_ok], order)
+    refuted: list[Candidate] = []
+    for _ in range(MAX_ROUNDS):
+        candidates = candidates_of(study, plan, refuted)
+        order = order_of(candidates, plan.settings.prefer, plan.settings.memory_budget_bytes)
+        verification = prove([c for c in candidates if c.outcome.is_ok], order)
+        num_before, found = len(refuted), [c for c in candidates if c.is_found]
+        refuted = [c for c in found if verification.verdicts[c.name].kind == "refuted"]
+        if len(refuted) == num_before or len(refuted) < len(found):
+            break
     candidates = with_ratios(candidates, verification)
     return _revert(plan, study, prove, candidates, verification)
 

@@ -244,6 +244,26 @@ def test_where_precision_changes_nothing_fp32_stays(tmp_path: Path) -> None:
     assert result.choice.kind == "fp32"
 
 
+def test_where_all_finalists_are_refuted_the_next_best_are_proved(tmp_path: Path) -> None:
+    """Whatever has a half norm is worse in a long run alone: the trials do not show it, the proof does."""
+
+    class LateHarm(FakeMeasure):
+        def __call__(self, policy: Policy, settings: TrialSettings) -> Outcome:
+            outcome = super().__call__(policy, settings)
+            if settings.anneal and policy.low_precisions and policy.modules.get("norm") == "fp16":
+                return Outcome(kind="non_finite_loss", message="as asked")
+            return outcome
+
+    result = run(tmp_path, LateHarm(noise=0.001), n_trials=20, sampler="random")
+    found = [c for c in result.candidates if c.is_found]
+    refuted = [c for c in found if result.verification.verdicts[c.name].kind == "refuted"]
+    assert len(refuted) >= 2
+    assert all(c.policy.modules.get("norm") == "fp16" for c in refuted)
+    assert result.choice.kind in ("policy", "autocast")
+    assert result.policy.modules.get("norm") != "fp16"
+    assert len(found) > 2
+
+
 def test_noise_above_the_margin_is_inconclusive_and_writes_fp32(tmp_path: Path) -> None:
     measure = FakeMeasure(noise=0.6, effect=lambda policy: -0.3 if policy.low_precisions else 0.0)
     result = run(tmp_path, measure, n_trials=6)
