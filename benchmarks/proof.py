@@ -241,36 +241,33 @@ def planted_task(study: int) -> tuple[Task, str]:
     return digits_task(f"{kind}-{place}", kinds), f"blocks.{place}.unit"
 
 
-def planted(studies: range, folder: Path) -> list[tuple[int, Policy, dict[str, float]]]:
+def planted(studies: range, folder: Path) -> None:
     """Searches over networks with one unit that FP16 harms; the winner is trained ten times longer beside FP32."""
-    recommended = []
     kinds: list[str] = []
     worst, num_safe, num_found, num_named = 0.0, 0, 0, 0
+    differences: list[tuple[float, float]] = []
     for study in studies:
         task, unit = planted_task(study)
         result = search(task, folder, seed=study, n_trials=10)
-        policy = result.policy
+        policy = load_policy(folder / "policy.json")
         drop = long_drop(task, policy, seed=study) if policy.low_precisions else 0.0
-        margin = result.verification.proof.margin
-        worst, num_safe = max(worst, drop), num_safe + (drop <= margin)
-        kinds.append(result.choice.kind)
+        precision = precision_of(task.model(), policy, unit)
         found = result.choice.kind == "policy"
-        named = precision_of(task.model(), policy, unit) == "fp32"
-        num_found, num_named = num_found + found, num_named + (found and named)
+        worst, num_safe = max(worst, drop), num_safe + (drop <= result.verification.proof.margin)
+        num_found, num_named = num_found + found, num_named + (found and precision == "fp32")
+        kinds.append(result.choice.kind)
+        if policy.low_precisions:
+            differences.append(claimed_differences(policy, planted_task(study)[0], seed=study + 1))
         print(
             f"  study {study}: {task.name}: {result.choice.name}; accuracy lost over {LONG_FACTOR}x: {drop:+.4f}; "
-            f"{unit} {precision_of(task.model(), policy, unit)}",
+            f"{unit} {precision}",
             flush=True,
         )
-        if found and result.policy.evidence is not None:
-            arm = result.policy.evidence.arms[result.choice.name]
-            numbers = {"memory": arm.memory_ratio, "throughput": arm.throughput_ratio}
-            recommended.append((study, policy, {k: n.value for k, n in numbers.items() if n is not None}))
     counts = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
     print(f"planted: {num_safe} of {len(studies)} recommendations are within the margin after {LONG_FACTOR}x the steps")
     print(f"planted: largest loss of accuracy {worst:+.4f}; {counts}")
     print(f"planted: the culprit is in FP32 in {num_named} of {num_found} found policies")
-    return recommended
+    print_differences(differences)
 
 
 def long_drop(task: Task, policy: Policy, *, seed: int) -> float:
@@ -312,32 +309,33 @@ def refusal(studies: range, folder: Path) -> None:
 
 def ratios(studies: range, folder: Path) -> None:
     """The memory and throughput that recommendations claim, against a fresh estimate of the policy that was written."""
-    worst = {"memory": 0.0, "throughput": 0.0}
-    num_seen = 0
+    differences = []
     for study in studies:
-        task, _ = planted_task(study)
-        result = search(task, folder, seed=study, n_trials=9)
+        search(planted_task(study)[0], folder, seed=study, n_trials=10)
         policy = load_policy(folder / "policy.json")
-        if policy.evidence is None or not policy.low_precisions:
-            continue
-        arm = policy.evidence.arms[policy.evidence.arm]
-        fresh_task, _ = planted_task(study)
-        settings = TrialSettings(seed=study + 1, device="cpu", gpu=GPU)
-        own, fp32 = (estimate_figures(fresh_task, p, settings) for p in (policy, FP32))
-        assert arm.memory_ratio is not None
-        assert arm.throughput_ratio is not None
-        memory = own.peak_memory_bytes.value / fp32.peak_memory_bytes.value
-        speed = own.throughput_samples_per_second.value / fp32.throughput_samples_per_second.value
-        worst["memory"] = max(worst["memory"], abs(memory - arm.memory_ratio.value))
-        worst["throughput"] = max(worst["throughput"], abs(speed - arm.throughput_ratio.value))
-        num_seen += 1
-        print(
-            f"  study {study}: {result.choice.name}: memory {memory:.3f}x, claimed {arm.memory_ratio.value:.3f}x",
-            flush=True,
-        )
+        if policy.low_precisions:
+            differences.append(claimed_differences(policy, planted_task(study)[0], seed=study + 1))
+    print_differences(differences)
+
+
+def claimed_differences(policy: Policy, task: Task, *, seed: int) -> tuple[float, float]:
+    """Return by how much memory and throughput over FP32's differ from what the file says, in points."""
+    assert policy.evidence is not None
+    arm = policy.evidence.arms[policy.evidence.arm]
+    assert arm.memory_ratio is not None
+    assert arm.throughput_ratio is not None
+    settings = TrialSettings(seed=seed, device="cpu", gpu=GPU)
+    own, fp32 = (estimate_figures(task, p, settings) for p in (policy, FP32))
+    memory = own.peak_memory_bytes.value / fp32.peak_memory_bytes.value
+    speed = own.throughput_samples_per_second.value / fp32.throughput_samples_per_second.value
+    return 100 * abs(memory - arm.memory_ratio.value), 100 * abs(speed - arm.throughput_ratio.value)
+
+
+def print_differences(differences: list[tuple[float, float]]) -> None:
+    memory, speed = (max((pair[i] for pair in differences), default=0.0) for i in (0, 1))
     print(
-        f"ratios: {num_seen} recommendations; largest difference in points: memory {100 * worst['memory']:.2f} "
-        f"(computed), throughput {100 * worst['throughput']:.2f} (predicted)"
+        f"ratios: {len(differences)} recommendations of a low precision; largest difference from a fresh estimate: memory "
+        f"{memory:.2f} points (computed), throughput {speed:.2f} points (predicted)"
     )
 
 
@@ -397,7 +395,7 @@ PARTS: dict[str, tuple[Callable[[range, Path], Any], int]] = {
     "aa": (aa, 100),
     "planted": (planted, 50),
     "refusal": (refusal, 5),
-    "ratios": (ratios, 20),
+    "ratios": (ratios, 30),
     "verify": (verify, 20),
 }
 
