@@ -334,8 +334,8 @@ def claimed_differences(policy: Policy, task: Task, *, seed: int) -> tuple[float
 def print_differences(differences: list[tuple[float, float]]) -> None:
     memory, speed = (max((pair[i] for pair in differences), default=0.0) for i in (0, 1))
     print(
-        f"ratios: {len(differences)} recommendations of a low precision; largest difference from a fresh estimate: memory "
-        f"{memory:.2f} points (computed), throughput {speed:.2f} points (predicted)"
+        f"ratios: {len(differences)} recommendations of a low precision; from a fresh estimate they differ by at most "
+        f"{memory:.2f} points of memory (computed) and {speed:.2f} of throughput (predicted)"
     )
 
 
