@@ -140,8 +140,8 @@ def test_an_arm_that_comes_near_the_end_of_fp16_is_refuted_though_its_accuracy_i
     def measure(policy: Policy, settings: TrialSettings) -> Outcome:
         assert settings.watch_headroom
         outcome = FakeMeasure(noise=0.001)(policy, settings)
-        largest = {FOUND: 17_000.0, BASELINES["autocast fp16"]: 16_000.0}.get(policy)
-        found = None if largest is None else Headroom(largest=largest, module="blocks.1.conv")
+        largest = 17_000.0 if policy == FOUND else 16_000.0
+        found = Headroom(largest=largest, module="blocks.1.conv") if policy.low_precisions else None
         return outcome.model_copy(update={"headroom": found})
 
     verdicts = prove(tmp_path, measure).verdicts
