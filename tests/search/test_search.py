@@ -14,6 +14,7 @@ import pytest
 from optuna.trial import TrialState
 from toys import FakeMeasure, TinyNet, tiny_plan, tiny_task
 
+import autoprec.search.pipeline as pipeline
 from autoprec.apply import apply_policy
 from autoprec.errors import StudyError, TaskError, UsageError
 from autoprec.policy import Policy, load_policy
@@ -244,7 +245,9 @@ def test_where_precision_changes_nothing_fp32_stays(tmp_path: Path) -> None:
     assert result.choice.kind == "fp32"
 
 
-def test_where_all_finalists_are_refuted_the_next_best_are_proved(tmp_path: Path) -> None:
+def test_where_all_finalists_are_refuted_the_next_best_are_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever has a half norm is worse in a long run alone: the trials do not show it, the proof does."""
 
     class LateHarm(FakeMeasure):
@@ -254,14 +257,14 @@ def test_where_all_finalists_are_refuted_the_next_best_are_proved(tmp_path: Path
                 return Outcome(kind="non_finite_loss", message="as asked")
             return outcome
 
+    monkeypatch.setattr(pipeline, "MAX_FINALISTS", 1)
     result = run(tmp_path, LateHarm(noise=0.001), n_trials=20, sampler="random")
     found = [c for c in result.candidates if c.is_found]
     refuted = [c for c in found if result.verification.verdicts[c.name].kind == "refuted"]
-    assert len(refuted) >= 2
+    assert refuted
     assert all(c.policy.modules.get("norm") == "fp16" for c in refuted)
-    assert result.choice.kind in ("policy", "autocast")
+    assert result.choice.kind == "policy"
     assert result.policy.modules.get("norm") != "fp16"
-    assert len(found) > 2
 
 
 def test_noise_above_the_margin_is_inconclusive_and_writes_fp32(tmp_path: Path) -> None:
