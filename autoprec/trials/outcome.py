@@ -37,7 +37,7 @@ class TrialSettings(BaseModel):
     emulate: bool | None = None
     gpu: str = "a100-80"
     warmup_steps: int = Field(default=8, ge=0)
-    measured_steps: int = Field(default=16, ge=1)
+    measured_steps: int = Field(default=20, ge=1)
     batchnorm_batches: int = Field(default=8, ge=0)
     evaluate_under_policy: bool = False
     anneal: bool = False

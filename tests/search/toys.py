@@ -89,7 +89,7 @@ class FakeMeasure:
             throughput_samples_per_second=Number(value=1e3 / (1 - saved), kind="predicted"),
             accuracy=Number(value=accuracy, kind="emulated"),
             eval_loss=Number(value=loss, kind="emulated"),
-            num_steps_taken=24,
+            num_steps_taken=28,
             wall_seconds=0.01,
             step_seconds_here=0.001,
         )
