@@ -51,7 +51,9 @@ def _build(parent: connection.Connection, first: dict[str, Any]) -> Any:
     try:
         task = TaskSource(**first["source"]).build()
     except AutoprecError as error:
-        _send(parent, {"error": str(error)})
+        own = error.__cause__  # the user's code raised: its traceback would be lost on the way
+        traceback = "" if not isinstance(own, Exception) else f"\n{format_traceback(own)}"
+        _send(parent, {"error": f"{error}{traceback}"})
         return None
     except Exception as error:
         _send(parent, {"error": f"{describe(error)}\n{format_traceback(error)}"})
