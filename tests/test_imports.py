@@ -41,6 +41,7 @@ ALLOWED_IN = {
     "rich": {"report", "cli"},
     "sklearn": {"tasks"},
     "mlxtend": {"tasks"},
+    "aeon": {"tasks"},
 }
 
 

@@ -15,10 +15,10 @@ from torchvision import datasets
 from torchvision.transforms import v2 as transforms
 
 from autoprec.errors import TaskError, UsageError, did_you_mean
+from autoprec.tasks.epochs import EpochBatches, check_batch_size, split_indices
 
-__all__ = ["ImageData", "Images", "load_images", "DATA_NAMES"]
+__all__ = ["ImageData", "Images", "batches_of", "image_batches", "load_images", "DATA_NAMES"]
 
-HELD_OUT_SHARE = 0.2
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """What torchvision's pretrained classifiers were trained with (its documentation, models, "Classification")."""
 
@@ -88,6 +88,40 @@ class FileImages:
             raise TaskError(f"image {Path(path).name!r} cannot be read ({type(error).__name__})") from error
 
 
+def image_batches(
+    data: str = "digits", *, image_size: int = 32, batch_size: int = 32, seed: int = 0
+) -> tuple[EpochBatches, EpochBatches]:
+    """Return training and held-out batches of (images, labels): (n, 3, size, size) float32, normalised, and (n,) int64.
+
+    Raises:
+        UsageError, TaskError: as `load_images`; a batch size that the data cannot fill.
+    """
+    return batches_of(load_images(data, seed=seed), image_size=image_size, batch_size=batch_size)
+
+
+def batches_of(images: ImageData, *, image_size: int, batch_size: int) -> tuple[EpochBatches, EpochBatches]:
+    """Return training and held-out batches of loaded images, resized to `image_size`.
+
+    Raises:
+        UsageError, TaskError: a batch size that the data cannot fill.
+    """
+    num_train, num_held_out = len(images.train.labels), len(images.held_out.labels)
+    check_batch_size(batch_size, data=images.name, num_train=num_train, num_held_out=num_held_out, noun="images")
+    return (
+        EpochBatches(_Labelled(images.train, image_size), num_train, batch_size, shuffle=True),
+        EpochBatches(_Labelled(images.held_out, image_size), num_held_out, batch_size, shuffle=False),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Labelled:
+    images: Images
+    image_size: int
+
+    def __call__(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.images.load(indices.tolist(), size=self.image_size), self.images.labels[indices]
+
+
 def load_images(data: str, *, seed: int = 0) -> ImageData:
     """Load a data set by name: `digits`, `mnist`, `cifar10:PATH`, `cifar100:PATH`, `imagefolder:PATH`.
 
@@ -151,8 +185,8 @@ def _load_folder(path: str, seed: int) -> ImageData:
             raise TaskError(f"data 'imagefolder': train and {held_out_folder.name} differ in classes {different[:8]}")
         splits = [list(train.samples), list(held_out.samples)]
     else:
-        kept, left = _split(len(train.samples), seed=seed)
-        splits = [[train.samples[i] for i in part] for part in (kept, left)]
+        parts = split_indices(len(train.samples), seed=seed)
+        splits = [[train.samples[i] for i in part.tolist()] for part in parts]
     digest = _digest([*train.classes, *(f"{Path(file).name}/{label}" for split in splits for file, label in split)])
     images = [FileImages(split, torch.tensor([label for _, label in split])) for split in splits]
     return ImageData("imagefolder", len(train.classes), images[0], images[1], digest)
@@ -170,7 +204,7 @@ def _list_folder(folder: Path) -> Any:
 
 def _from_pixels(name: str, pixels: np.ndarray, labels: np.ndarray, *, largest: float, seed: int) -> ImageData:
     images, targets = torch.from_numpy(pixels), torch.from_numpy(labels).long()
-    kept, left = _split(len(images), seed=seed)
+    kept, left = split_indices(len(images), seed=seed)
     return _two_splits(name, [images[kept], images[left]], [targets[kept], targets[left]], largest=largest)
 
 
@@ -181,13 +215,6 @@ def _two_splits(name: str, pixels: list[torch.Tensor], labels: list[torch.Tensor
     train, held_out = (PixelImages(part, label, largest, mean, std) for part, label in zip(pixels, labels, strict=True))
     num_classes = int(max(label.max() for label in labels)) + 1
     return ImageData(name, num_classes, train, held_out, _digest([name, *map(str, map(len, labels))]))
-
-
-def _split(num_samples: int, *, seed: int) -> tuple[list[int], list[int]]:
-    """Return the indices to train on and those held out, by the seed alone."""
-    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
-    num_held_out = round(num_samples * HELD_OUT_SHARE)
-    return order[num_held_out:], order[:num_held_out]
 
 
 def _digest(parts: Sequence[str]) -> str:

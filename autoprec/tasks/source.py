@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -28,13 +29,16 @@ class TaskSource:
     `TaskSource("function", {"name": "my.py:task"})`.
 
     Attributes:
-        kind: "vision" calls `vision_task(**arguments)`; "function" calls the function that `arguments["name"]` names,
+        kind: "named" calls `named_task(**arguments)`, "vision" `vision_task(**arguments)`; "function" calls the
+            function that `arguments["name"]` names,
             `path/to/file.py:function` or `package.module:function`, with `arguments["arguments"]` where given.
         arguments: JSON values. They may hold paths: a source is sent to a worker and never written to a file.
+        options: fields of the task that are set whatever its builder says (training options); JSON values.
     """
 
     kind: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self) -> Task:
         """Build the task.
@@ -45,7 +49,14 @@ class TaskSource:
         """
         if self.kind not in _BUILDERS:
             raise UsageError(f"task source {self.kind!r}; allowed: {', '.join(_BUILDERS)}")
-        return _BUILDERS[self.kind](self.arguments)
+        task = _BUILDERS[self.kind](self.arguments)
+        return dataclasses.replace(task, **self.options, source=self) if self.options else task
+
+
+def _build_named(arguments: Mapping[str, Any]) -> Task:
+    from autoprec.tasks.named import named_task
+
+    return named_task(**arguments)
 
 
 def _build_vision(arguments: Mapping[str, Any]) -> Task:
@@ -150,6 +161,7 @@ def _is_importable(module: str, file: str | None) -> bool:
 
 
 _BUILDERS: dict[str, Callable[[Mapping[str, Any]], Task]] = {
+    "named": _build_named,
     "vision": _build_vision,
     "function": _build_from_function,
 }

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoprec.errors import TaskError, UsageError, did_you_mean
-from autoprec.tasks.images import ImageData, Images, load_images
+from autoprec.errors import UsageError, did_you_mean
+from autoprec.tasks.images import batches_of, load_images
 from autoprec.tasks.networks import (
     auxiliary_weight,
     build_network,
@@ -23,7 +23,7 @@ from autoprec.tasks.networks import (
 from autoprec.tasks.protocol import TargetShape, Task
 from autoprec.tasks.source import TaskSource
 
-__all__ = ["vision_task", "OPTIMIZERS"]
+__all__ = ["vision_task", "optimizer_of", "OPTIMIZERS"]
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -67,29 +67,32 @@ def vision_task(
     """
     arguments = dict(locals())
     check_network_name(model)
-    _check_settings(optimizer, lr, [image_size, batch_size, target_image_size, target_batch_size])
+    chosen, chosen_settings = optimizer_of(optimizer, lr)
+    sizes = [image_size, batch_size, target_image_size, target_batch_size]
+    if min(sizes) < 1:
+        raise UsageError(f"image and batch sizes are {sizes}; each at least 1")
     check_image_size(model, image_size, setting="image_size")
     check_image_size(model, target_image_size, setting="target_image_size")
     images = load_images(data, seed=seed)
-    _check_sizes(images, batch_size)
+    train, held_out = batches_of(images, image_size=image_size, batch_size=batch_size)
     settings = {key: value for key, value in arguments.items() if key not in ("data", "weights")}
     if weights is not None:
         settings["weights"] = weights_digest(weights)
     network = _Network(model, weights, images.num_classes, image_size)
-    target_shape = _TargetBatch(images.train, target_image_size, target_batch_size)
+    target, _ = batches_of(images, image_size=target_image_size, batch_size=batch_size)
     loss = _Loss(auxiliary_weight(model))
     return Task(
         name=model,
         model=network,
-        train_batches=_TrainBatches(images.train, image_size, batch_size),
-        eval_batches=_EvalBatches(images.held_out, image_size, batch_size),
+        train_batches=train,
+        eval_batches=held_out,
         loss=loss,
         metric=_accuracy,
         evaluate=loss.evaluate,
-        optimizer=OPTIMIZERS[optimizer],
-        optimizer_settings={"lr": lr, **OPTIMIZER_SETTINGS.get(optimizer, {})},
+        optimizer=chosen,
+        optimizer_settings=chosen_settings,
         target=TargetShape(
-            make_batch=target_shape,
+            make_batch=partial(target.first, target_batch_size),
             batch_size=target_batch_size,
             description=f"{target_batch_size} x 3 x {target_image_size} x {target_image_size}",
             model=_Network(model, None, images.num_classes, target_image_size),
@@ -99,26 +102,19 @@ def vision_task(
     )
 
 
-def _check_settings(optimizer: str, lr: float, sizes: list[int]) -> None:
+def optimizer_of(optimizer: str, lr: float) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class of an optimizer by name, and its settings.
+
+    Raises:
+        UsageError: an unknown name, or a learning rate that is not positive.
+    """
     if optimizer not in OPTIMIZERS:
         raise UsageError(
             f"optimizer {optimizer!r}; allowed: {', '.join(OPTIMIZERS)}{did_you_mean(optimizer, OPTIMIZERS)}"
         )
     if not 0 < lr < float("inf"):
         raise UsageError(f"lr is {lr}; a positive number is needed")
-    if min(sizes) < 1:
-        raise UsageError(f"image and batch sizes are {sizes}; each at least 1")
-
-
-def _check_sizes(images: ImageData, batch_size: int) -> None:
-    num_train, num_held_out = len(images.train.labels), len(images.held_out.labels)
-    if num_train == 0 or num_held_out == 0:
-        raise TaskError(
-            f"data {images.name!r} has {num_train} training and {num_held_out} held-out images: 0 batches of"
-            f" {batch_size}; at least one image of each is needed"
-        )
-    if batch_size > num_train:
-        raise TaskError(f"batch_size is {batch_size}: larger than the {num_train} training images of {images.name!r}")
+    return OPTIMIZERS[optimizer], {"lr": lr, **OPTIMIZER_SETTINGS.get(optimizer, {})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,50 +131,6 @@ class _Network:
         if self.weights is not None:
             load_start_weights(network, self.weights, name=self.name)
         return network
-
-
-@dataclass(frozen=True, slots=True)
-class _TrainBatches:
-    """One epoch in an order drawn from the global random state; the last batch may be smaller."""
-
-    images: Images
-    image_size: int
-    batch_size: int
-
-    def __call__(self) -> Iterator[ImageBatch]:
-        order = torch.randperm(len(self.images.labels))
-        yield from _batches(self.images, order, self.image_size, self.batch_size)
-
-
-@dataclass(frozen=True, slots=True)
-class _EvalBatches:
-    """Every held-out image once, in order."""
-
-    images: Images
-    image_size: int
-    batch_size: int
-
-    def __call__(self) -> Iterator[ImageBatch]:
-        yield from _batches(self.images, torch.arange(len(self.images.labels)), self.image_size, self.batch_size)
-
-
-@dataclass(frozen=True, slots=True)
-class _TargetBatch:
-    """One training batch of the real run's shape; data with fewer images is repeated."""
-
-    images: Images
-    image_size: int
-    batch_size: int
-
-    def __call__(self) -> ImageBatch:
-        order = torch.arange(self.batch_size) % len(self.images.labels)
-        return next(_batches(self.images, order, self.image_size, self.batch_size))
-
-
-def _batches(images: Images, order: torch.Tensor, image_size: int, batch_size: int) -> Iterator[ImageBatch]:
-    for start in range(0, len(order), batch_size):
-        indices = order[start : start + batch_size]
-        yield images.load(indices.tolist(), size=image_size), images.labels[indices]
 
 
 @dataclass(frozen=True, slots=True)

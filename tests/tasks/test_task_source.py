@@ -76,7 +76,7 @@ def test_a_function_that_returns_no_task_says_what_it_returned(task_file: Path) 
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(UsageError, match="task source 'visoin'; allowed: vision, function"):
+    with pytest.raises(UsageError, match="task source 'visoin'; allowed: named, vision, function"):
         TaskSource("visoin").build()
 
 
