@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from autoprec.apply.checkpointing import own_forward
 from autoprec.apply.trees import CASTABLE
 
 __all__ = ["written_buffers"]
@@ -30,7 +31,7 @@ def written_buffers(module: nn.Module) -> set[str]:
     if not names:
         return set()
     found = set(_written_attributes(type(module)))
-    forward = module.__dict__.get("forward")
+    forward = own_forward(module)
     if forward is not None:
         function = getattr(forward, "func", getattr(forward, "__func__", forward))
         if isinstance(function, types.FunctionType):

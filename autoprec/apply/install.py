@@ -9,11 +9,13 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.parallel import DataParallel
 
+from autoprec.apply.checkpointing import own_forward, set_own_forward
 from autoprec.apply.layout import make_installations
 from autoprec.apply.plan import half_masters, resolve_plan
 from autoprec.apply.portability import check_device, warn_of_differences
 from autoprec.apply.regions import PolicyForward, Region, Root
 from autoprec.apply.structure import Structure, is_scripted, read_structure, unwrap
+from autoprec.apply.training_options import warn_of_missing_options
 from autoprec.apply.trees import CASTABLE
 from autoprec.errors import ApplyError
 from autoprec.policy import Policy
@@ -52,10 +54,11 @@ def apply_policy(model: ModuleT, policy: Policy, *, strict: bool = True, lift_ha
         )
     installations = make_installations(plan, policy)
     warn_of_differences(unwrap(model), policy)
+    warn_of_missing_options(model, policy)
     if halves:
         _lift(structure)
     for module, forward in installations:
-        module.__dict__["forward"] = forward
+        set_own_forward(module, forward)
     return model
 
 
@@ -69,6 +72,11 @@ def remove_policy(model: ModuleT) -> ModuleT:
     if not installed:
         raise ApplyError("no policy is installed on this model")
     _take_off(model, installed)
+    for _, forward in installed:
+        if isinstance(forward.args[1], Root):
+            forward.args[
+                1
+            ].installed.clear()  # it refers to itself through these: the model would outlive its last name
     return model
 
 
@@ -87,8 +95,8 @@ def suspend_policy(model: ModuleT) -> Iterator[ModuleT]:
         if _installed(model):
             raise ApplyError("a policy was applied inside suspend_policy; remove it before the block ends")
         for module, forward in installed:
-            _region_of(forward).wrap(module.__dict__.get("forward"))
-            module.__dict__["forward"] = forward
+            _region_of(forward).wrap(own_forward(module))
+            set_own_forward(module, forward)
 
 
 def applied_policy(model: nn.Module) -> Policy | None:
@@ -98,7 +106,7 @@ def applied_policy(model: nn.Module) -> Policy | None:
 
 
 def _forward_of(module: nn.Module) -> PolicyForward | None:
-    forward = module.__dict__.get("forward")
+    forward = own_forward(module)
     return forward if isinstance(forward, PolicyForward) else None
 
 
@@ -125,19 +133,15 @@ def _take_off(model: nn.Module, installed: list[tuple[nn.Module, PolicyForward]]
     wrapped = [
         names[id(module)] or "the model itself"
         for module, forward in installed
-        if id(module) in names and module.__dict__.get("forward", forward) is not forward
+        if id(module) in names and own_forward(module) not in (None, forward)
     ]
     if wrapped:
         raise ApplyError(
             f"the forward of {', '.join(wrapped[:8])} was replaced after the policy was applied; undo that first"
         )
     for module, forward in installed:
-        if module.__dict__.get("forward") is forward:
-            inner = _region_of(forward).inner
-            if inner is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = inner
+        if own_forward(module) is forward:
+            set_own_forward(module, _region_of(forward).inner)
 
 
 def _refuse_installed(model: nn.Module, structure: Structure) -> None:

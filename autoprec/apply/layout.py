@@ -7,6 +7,7 @@ from torch import nn
 
 from autoprec.apply.buffers import written_buffers
 from autoprec.apply.casts import owns_tensors
+from autoprec.apply.checkpointing import own_forward
 from autoprec.apply.losses import is_loss_module, losses_called
 from autoprec.apply.plan import Plan
 from autoprec.apply.regions import PolicyForward, Region, Root, run_region, run_root
@@ -60,6 +61,7 @@ class _Layout:
             uses_autocast="autocast" in used,
             uses_fp16="fp16" in low,
             autocast_dtype=_dtype(self.plan.policy.dtype),
+            wants_compile=policy.training is not None and policy.training.compile is not None,
         )
 
     def _is_place(self, name: str, module: nn.Module) -> bool:
@@ -89,7 +91,7 @@ class _Layout:
         return Region(
             precision=precision,
             dtype=self._region_dtype(precision),
-            inner=module.__dict__.get("forward"),
+            inner=own_forward(module),
             lock=self.lock,
             members=self._members(module),
             own=self._own(name, module),
@@ -142,7 +144,7 @@ class _Layout:
         return found
 
     def _runs_needed(self, name: str, module: nn.Module) -> bool:
-        if type(module).forward is not nn.Sequential.forward or "forward" in module.__dict__:
+        if type(module).forward is not nn.Sequential.forward or own_forward(module) is not None:
             return False
         inside = [self.plan.precisions[id(unwrap(child))] for child in module._modules.values() if child is not None]
         precision = self.plan.precision(name)

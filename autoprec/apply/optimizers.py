@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from autoprec.errors import ApplyError, PrecisionWarning
-from autoprec.policy import GradScalerSettings, Policy
+from autoprec.policy import GradScalerSettings, OptimizerImplementation, Policy
 
-__all__ = ["build_optimizer", "build_grad_scaler", "PolicyGradScaler"]
+__all__ = ["IMPLEMENTATIONS", "build_optimizer", "build_grad_scaler", "PolicyGradScaler"]
+
+IMPLEMENTATIONS: Mapping[OptimizerImplementation, Mapping[str, bool]] = {
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "for-loop": {"foreach": False},
+}
+"""What torch.optim's classes take for each; a class without the argument has no such implementation."""
 
 
 def build_optimizer(
@@ -23,7 +30,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build `optimizer(params, **settings)` with the policy's eps and amsgrad where the class has them.
 
-    Groups in `params` and keyword arguments that state eps or amsgrad themselves keep theirs (with a warning). A state
+    An implementation (foreach, fused, for-loop) that the policy was found with is taken, too. Groups in `params` and
+    keyword arguments that state one of these themselves keep theirs (with a warning). A state
     dict loaded later keeps the policy's values too, and says what differed. A setting that the class does not have is
     left out with a warning.
     """
@@ -94,9 +102,11 @@ def _warn(message: str) -> None:
 
 
 def _optimizer_settings(policy: Policy) -> dict[str, Any]:
-    if policy.optimizer is None:
-        return {}
-    settings = {"eps": policy.optimizer.eps, "amsgrad": policy.optimizer.amsgrad}
+    settings: dict[str, Any] = {}
+    if policy.optimizer is not None:
+        settings = {"eps": policy.optimizer.eps, "amsgrad": policy.optimizer.amsgrad}
+    if policy.training is not None and policy.training.optimizer_implementation is not None:
+        settings |= IMPLEMENTATIONS[policy.training.optimizer_implementation]
     return {key: value for key, value in settings.items() if value is not None}
 
 

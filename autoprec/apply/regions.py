@@ -97,6 +97,7 @@ class Root:
     autocast_dtype: torch.dtype
     installed: list[tuple[nn.Module, PolicyForward]] = field(default_factory=list)
     has_warned: bool = False
+    wants_compile: bool = False
 
 
 def run_root(module: nn.Module, root: Root, /, *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +112,8 @@ def run_root(module: nn.Module, root: Root, /, *args: Any, **kwargs: Any) -> Any
     device_type = device_type_of(module, args, kwargs)
     if root.uses_fp16 and not root.has_warned and device_type == "cpu":
         _warn_of_slow_fp16(root)
+    if root.wants_compile and torch.is_grad_enabled():
+        _warn_of_eager_training(root)
     outer = (local.key, local.task, local.root, local.cache, local.covered)
     region, cache = root.region, CastCache()
     context = _outermost(root, device_type)
@@ -285,3 +288,14 @@ def _warn_of_slow_fp16(root: Root) -> None:
         root.has_warned = True
         message = "FP16 on a CPU is slow in torch; `with autoprec.emulate():` computes it in FP32 and rounds once"
         warnings.warn(message, PrecisionWarning, stacklevel=5)
+
+
+def _warn_of_eager_training(root: Root) -> None:
+    root.wants_compile = False
+    options = root.policy.training
+    assert options is not None
+    message = (
+        f"the policy was found with torch.compile(model, backend={options.compile!r}) and this model trains eagerly:"
+        " its memory and speed will differ"
+    )
+    warnings.warn(message, PrecisionWarning, stacklevel=5)

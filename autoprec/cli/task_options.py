@@ -14,6 +14,7 @@ import typer
 from autoprec.errors import UsageError
 
 if TYPE_CHECKING:
+    from autoprec.policy import TrainingOptions
     from autoprec.tasks.protocol import Task
     from autoprec.trials.outcome import TrialSettings
 
@@ -24,6 +25,13 @@ def _option(text: str, *names: str) -> Any:
     return typer.Option(*names, help=text, rich_help_panel="Task", show_default=True)
 
 
+def _training(text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Training options", show_default=True)
+
+
+TRAINING_OPTIONS = ("accumulation_steps", "checkpoint", "channels_last", "tf32", "optimizer_implementation")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions:
     """What a person said of the task, of the seed and of the devices; one field an option."""
@@ -31,34 +39,76 @@ class TaskOptions:
     task: Annotated[
         str | None, _option("Your own: path/to/file.py:function or package.module:function; it runs.", "--task")
     ] = None
-    model: Annotated[str, _option("A torchvision classification model.", "--model")] = "resnet50"
+    model: Annotated[
+        str,
+        _option("A torchvision classification model, gpt-small, bert-small, lstm, gru, conv1d or mlp.", "--model"),
+    ] = "resnet50"
     weights: Annotated[str | None, _option("Start weights: DEFAULT or a file.", "--weights")] = None
-    data: Annotated[str, _option("digits, mnist, cifar10:PATH, cifar100:PATH or imagefolder:PATH.", "--data")] = (
-        "digits"
-    )
-    image_size: Annotated[int, _option("Pixels, in the trials.", "--image-size")] = 32
+    data: Annotated[
+        str | None,
+        _option(
+            "digits, mnist, cifar10:PATH, cifar100:PATH or imagefolder:PATH; topics or text:PATH; japanese_vowels; "
+            "breast_cancer. What goes with the model.",
+            "--data",
+        ),
+    ] = None
+    image_size: Annotated[int | None, _option("Pixels, in the trials; 32.", "--image-size")] = None
     batch_size: Annotated[int, _option("Batch of the trials.", "--batch-size")] = 32
     optimizer: Annotated[str, _option("adamw, adam or sgd.", "--optimizer")] = "adamw"
     lr: Annotated[float, _option("Learning rate.", "--lr")] = 1e-3
     seed: Annotated[int, _option("Start weights, batch order and samples.", "--seed")] = 0
     device: Annotated[str | None, _option("cpu or cuda; cuda where there is one.", "--device")] = None
     gpu: Annotated[str, _option("Target of computed and predicted numbers.", "--gpu")] = "a100"
-    target_image_size: Annotated[int, _option("Pixels of the real run.", "--target-image-size")] = 224
+    target_image_size: Annotated[int | None, _option("Pixels of the real run; 224.", "--target-image-size")] = None
     target_batch_size: Annotated[int, _option("Batch of the real run.", "--target-batch-size")] = 128
+    accumulation_steps: Annotated[
+        int | None, _training("Micro-batches to one optimizer step; 1.", "--accumulation-steps")
+    ] = None
+    checkpoint: Annotated[
+        list[str] | None,
+        _training("Modules to compute again in the backward pass: a name or glob; may be repeated.", "--checkpoint"),
+    ] = None
+    channels_last: Annotated[bool, _training("Images and their weights in channels_last.", "--channels-last")] = False
+    tf32: Annotated[
+        bool | None, _training("FP32 units in TF32 on CUDA, or not; torch's own switches.", "--tf32/--no-tf32")
+    ] = None
+    optimizer_implementation: Annotated[
+        str | None, _training("foreach, fused or for-loop; torch's own choice.", "--optimizer-implementation")
+    ] = None
+    compile: Annotated[bool, _training("torch.compile the model in the trials.", "--compile")] = False
+    compile_backend: Annotated[
+        str | None, _training("A backend of torch.compile; inductor. eager needs no compiler.", "--compile-backend")
+    ] = None
 
-    def build_task(self) -> Task:
+    def build_task(self, training: TrainingOptions | None = None) -> Task:
         """Build the task that the options describe.
+
+        Args:
+            training: what a policy was found with; what the command line says goes before it.
 
         Raises:
             UsageError, TaskError: as the task's own builder.
         """
         from autoprec.tasks.source import TaskSource
 
+        found = {} if training is None else training.model_dump(mode="json", include=set(training.changed))
+        options = found | self.training_options()
         if self.task is not None:
-            return TaskSource("function", {"name": self.task}).build()
+            return TaskSource("function", {"name": self.task}, options).build()
         given = dataclasses.asdict(self)
-        del given["task"], given["device"], given["gpu"]
-        return TaskSource("vision", given).build()
+        for name in ("task", "device", "gpu", "compile", "compile_backend", *TRAINING_OPTIONS):
+            del given[name]
+        return TaskSource("named", given, options).build()
+
+    def training_options(self) -> dict[str, Any]:
+        """Return the fields of `Task` that were asked for, whatever the task itself says of them."""
+        given = {name: getattr(self, name) for name in TRAINING_OPTIONS}
+        options = {name: value for name, value in given.items() if value not in (None, False) or name == "tf32"}
+        if self.tf32 is None:
+            del options["tf32"]
+        if self.compile or self.compile_backend is not None:
+            options["compile"] = self.compile_backend or "inductor"
+        return options
 
     def trial_settings(self) -> TrialSettings:
         """Return seed and devices as the settings of a trial.

@@ -75,7 +75,7 @@ def _prove(path: Path, task: TaskOptions, settings: dict[str, Any], *, to_stderr
 
     found = load_policy(path)
     trial = task.trial_settings()
-    trained = task.build_task()
+    trained = task.build_task(found.training)
     workers = default_num_workers(trained, trial.device)
     with (
         ProofProgress(open_console(to_stderr=to_stderr)) as progress,

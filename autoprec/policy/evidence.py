@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, NoReturn, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -18,16 +19,19 @@ __all__ = [
     "ModelInfo",
     "ModuleInfo",
     "Number",
+    "OptimizerImplementation",
     "OptimizerSettings",
     "Precision",
     "Provenance",
     "Recommendation",
+    "TrainingOptions",
     "UnitEvidence",
     "VerificationEvidence",
 ]
 
 Precision = Literal["fp32", "autocast", "fp16", "bf16"]
 LowPrecision = Literal["fp16", "bf16"]
+OptimizerImplementation = Literal["foreach", "fused", "for-loop"]
 Kind = Literal["measured", "emulated", "computed", "predicted"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
@@ -80,6 +84,49 @@ class OptimizerSettings(FrozenModel):
     name: str | None = Field(default=None, max_length=200)
     eps: float | None = Field(default=None, gt=0)
     amsgrad: bool | None = None
+
+
+class TrainingOptions(FrozenModel):
+    """How the training ran beside its precision: what memory, speed and accuracy of the policy were found with.
+
+    Attributes:
+        accumulation_steps: micro-batches to one optimizer step.
+        checkpoint: modules whose activations are computed again in the backward pass; names or globs.
+        channels_last: four-dimensional weights and inputs lie in torch.channels_last.
+        tf32: FP32 products, convolutions and recurrent layers in TF32 on CUDA; None leaves torch's own switches.
+        optimizer_implementation: None leaves torch's own choice.
+        compile: the backend of torch.compile; None ran eagerly.
+    """
+
+    accumulation_steps: int = Field(default=1, ge=1)
+    checkpoint: tuple[str, ...] = ()
+    channels_last: bool = False
+    tf32: bool | None = None
+    optimizer_implementation: OptimizerImplementation | None = None
+    compile: str | None = Field(default=None, min_length=1, max_length=100)
+
+    @field_validator("checkpoint", mode="before")
+    @classmethod
+    def _as_tuple(cls, names: Any) -> Any:
+        return tuple(names) if isinstance(names, list) else names
+
+    @field_validator("checkpoint", mode="after")
+    @classmethod
+    def _check_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        check_names(names)
+        return names
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The options that differ from an ordinary training."""
+        return {name: value for name, value in self if value != type(self).model_fields[name].default}
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse what cannot be a module name or glob, with a ValueError."""
+    for name in names:
+        if not name or len(name) > 500 or any(ord(character) < 32 for character in name):
+            raise ValueError(f"{name[:60]!r} is not a module name or glob (1 to 500 printable characters)")
 
 
 class ModuleInfo(FrozenModel):

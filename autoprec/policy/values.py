@@ -24,6 +24,8 @@ from autoprec.policy.evidence import (
     Precision,
     Provenance,
     Recommendation,
+    TrainingOptions,
+    check_names,
 )
 from autoprec.policy.files import write_atomically
 from autoprec.policy.strict_json import MAX_FILE_BYTES, parse_strict_json
@@ -39,7 +41,7 @@ class Policy(FrozenModel):
     `Policy(default="autocast", modules={"layer4.*": "fp32"}, dtype="fp16")`
 
     `dtype` is the low precision of `autocast`. `grad_scaler` None means torch's defaults where
-    a scaler is needed.
+    a scaler is needed. `training` None means an ordinary one.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -48,6 +50,7 @@ class Policy(FrozenModel):
     modules: dict[str, Precision] = Field(default_factory=dict)
     grad_scaler: GradScalerSettings | None = None
     optimizer: OptimizerSettings | None = None
+    training: TrainingOptions | None = None
     model: ModelInfo | None = None
     recommendation: Recommendation | None = None
     evidence: Evidence | None = None
@@ -72,9 +75,7 @@ class Policy(FrozenModel):
     @field_validator("modules", mode="after")
     @classmethod
     def _check_names(cls, modules: dict[str, Precision]) -> dict[str, Precision]:
-        for name in modules:
-            if not name or len(name) > 500 or any(ord(character) < 32 for character in name):
-                raise ValueError(f"{name[:60]!r} is not a module name or glob (1 to 500 printable characters)")
+        check_names(modules)
         return FrozenDict(modules)
 
     @property

@@ -84,6 +84,8 @@ def evidence_lines(policy: Policy) -> list[str]:
     if policy.optimizer is not None:
         changed = {n: v for n, v in policy.optimizer.model_dump().items() if v is not None}
         lines.append("optimizer: " + ", ".join(f"{name} {value}" for name, value in changed.items()))
+    if policy.training is not None and policy.training.changed:
+        lines.append("training: " + ", ".join(f"{name} {_shown(v)}" for name, v in policy.training.changed.items()))
     if policy.model is not None:
         lines.append(f"model {policy.model.name}, {len(policy.model.modules)} modules")
     if policy.provenance is not None:
@@ -106,3 +108,7 @@ def gate_lines(gate: Gate) -> list[str]:
         for c in gate.comparisons
     ]
     return [*lines, *(f"not compared: {note}" for note in gate.notes)]
+
+
+def _shown(value: object) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)

@@ -24,6 +24,7 @@ from autoprec.search.profile_prior import Lessons, unit_figures
 from autoprec.search.recommendation import Candidate, Choice
 from autoprec.search.statistics import interval
 from autoprec.search.verification import Verification
+from autoprec.tasks.options import training_options
 from autoprec.trials.outcome import Outcome, TrialSettings
 
 __all__ = [
@@ -44,7 +45,9 @@ def exported_policy(
     lessons: Lessons | None = None,
 ) -> Policy:
     """Return the recommended policy with model, evidence, provenance and recommendation."""
+    training = training_options(plan.task)
     return choice.policy.replace(
+        training=training if training.changed else None,
         model=plan.model,
         recommendation=_recommendation(choice),
         evidence=Evidence(
@@ -76,6 +79,7 @@ def rechosen_policy(exported: Policy, choice: Choice) -> Policy:
         for name, unit in evidence.units.items()
     }
     return choice.policy.replace(
+        training=exported.training,
         model=exported.model,
         recommendation=_recommendation(choice),
         evidence=evidence.model_copy(update={"arm": choice.name, "units": units}),

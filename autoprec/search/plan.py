@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoprec.apply import describe_model, read_structure
+from autoprec.apply.checkpointing import matched_modules
 from autoprec.apply.portability import has_native_bf16
-from autoprec.errors import UsageError, did_you_mean
+from autoprec.errors import ApplyError, TaskError, UsageError, did_you_mean
 from autoprec.estimates.gpus import gpu_by_name
 from autoprec.policy import ModelInfo, content_hash
 from autoprec.search.arms import Arm, baselines, warm_starts
@@ -31,7 +32,9 @@ from autoprec.search.study import Limits
 from autoprec.search.verification import Proof
 from autoprec.tasks.batches import cut_batch, move_batch, open_batches
 from autoprec.tasks.code import code_digest
+from autoprec.tasks.options import training_options
 from autoprec.trials.checking import check_task
+from autoprec.trials.compiling import check_compile
 from autoprec.trials.outcome import TrialSettings
 from autoprec.trials.pool import default_num_workers
 from autoprec.trials.worker import can_travel
@@ -155,6 +158,7 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         UsageError: a setting that cannot be followed.
         TaskError: a part of the task is not what a trial needs.
     """
+    check_compile(task, torch.device(trial.device))
     num_steps = max(trial.warmup_steps + trial.measured_steps, settings.proof.num_steps)
     notes = check_task(task, trial, num_steps=num_steps)
     if not can_travel(task):
@@ -164,6 +168,7 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         )
     torch.manual_seed(trial.seed)
     model = task.model()
+    _check_checkpoint(task, model)
     batch = move_batch(next(open_batches(task.train_batches, name="train_batches")), torch.device("cpu"))
     units = _find_units(task, model, batch)
     space = _space(settings, units)
@@ -206,6 +211,13 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         unit_calls=units.calls,
         notes=notes,
     )
+
+
+def _check_checkpoint(task: Task, model: nn.Module) -> None:
+    try:
+        matched_modules(read_structure(model), training_options(task).checkpoint)
+    except ApplyError as error:
+        raise TaskError(f"task {task.name!r}: {error}") from None
 
 
 def resolve_device(name: str | None) -> str:
@@ -306,6 +318,7 @@ def task_identity(task: Task) -> dict[str, Any]:
         "max_grad_norm": task.max_grad_norm,
         "accumulation_steps": task.accumulation_steps,
         "target": None if task.target is None else [task.target.batch_size, task.target.description],
+        **{name: value for name, value in training_options(task).changed.items() if name != "accumulation_steps"},
     }
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoprec.errors import TaskError
+from autoprec.tasks.options import training_options
 from autoprec.tasks.source import TaskSource
 
 __all__ = ["Batch", "Batches", "BuildOptimizer", "Loss", "OneShot", "Task", "TargetShape"]
@@ -96,6 +97,11 @@ class Task:
         num_tokens: tokens in a batch, where throughput is to be told in them too.
         lift_half_parameters: turn trainable FP16 and BF16 parameters into FP32 masters; else they are refused.
         target: the shape of the real run; None takes the longest training batch.
+        checkpoint: modules whose activations are computed again in the backward pass: names or globs ("blocks.*").
+        channels_last: four-dimensional weights and inputs lie in torch.channels_last.
+        tf32: FP32 products, convolutions and recurrent layers in TF32 on CUDA, or not; None leaves torch's switches.
+        optimizer_implementation: "foreach", "fused" or "for-loop" of an optimizer class; None leaves torch's choice.
+        compile: a backend of torch.compile to train with, such as "inductor"; None trains eagerly.
         settings: what else decides the numbers (data set, sizes ...): part of the study's fingerprint, JSON values.
         source: how another process builds this task; None where it cannot travel.
     """
@@ -119,6 +125,11 @@ class Task:
     num_tokens: Callable[[Batch], int] | None = None
     lift_half_parameters: bool = False
     target: TargetShape | None = None
+    checkpoint: Sequence[str] = ()
+    channels_last: bool = False
+    tf32: bool | None = None
+    optimizer_implementation: str | None = None
+    compile: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     source: TaskSource | None = None
 
@@ -135,6 +146,7 @@ class Task:
                 f"task {self.name!r}: optimizer is a mapping of {list(self.optimizer)} and losses one of"
                 f" {list(self.losses)}; the same names in the same order are needed"
             )
+        training_options(self)
         for name in ("train_batches", "eval_batches"):
             batches = getattr(self, name)
             if isinstance(batches, Iterator):

@@ -9,21 +9,25 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from autoprec.apply import build_optimizer
-from autoprec.errors import TaskError, did_you_mean
+from autoprec.apply import build_optimizer, checkpoint_modules
+from autoprec.errors import ApplyError, TaskError, did_you_mean
 from autoprec.policy import Policy
-from autoprec.tasks.batches import move_batch, open_batches
-from autoprec.tasks.protocol import Task
+from autoprec.tasks.batches import map_tensors, move_batch, open_batches
+from autoprec.tasks.options import implementation_settings, training_options
+from autoprec.tasks.protocol import Batch, Task
 from autoprec.training import low_precision_parameters, needs_closure
 
-__all__ = ["build_model", "build_task_optimizers", "build_schedulers", "perturb_weights"]
+__all__ = ["build_model", "build_task_optimizers", "build_schedulers", "perturb_weights", "prepare_batch"]
 
 
 def build_model(task: Task, device: torch.device, *, build: Callable[[], nn.Module] | None = None) -> nn.Module:
     """Build the task's bare model on `device`, in training mode; lazy modules get their shapes from one batch.
 
+    It has the memory format and the checkpointed modules that the task asks for.
+
     Raises:
-        TaskError: the task did not build a module, or nothing in it can be trained.
+        TaskError: the task did not build a module, nothing in it can be trained, or a name in `checkpoint` matches
+            nothing.
     """
     model = (build or task.model)()
     if not isinstance(model, nn.Module):
@@ -37,7 +41,26 @@ def build_model(task: Task, device: torch.device, *, build: Callable[[], nn.Modu
             parameter.data = parameter.data.float() if name in half else parameter.data
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskError(f"task {task.name!r}: no parameter of {type(model).__name__} is trainable (all are frozen)")
+    if task.channels_last:
+        model.to(memory_format=torch.channels_last)
+    try:
+        checkpoint_modules(model, training_options(task).checkpoint)
+    except ApplyError as error:
+        raise TaskError(f"task {task.name!r}: {error}") from None
     return model.train()
+
+
+def prepare_batch(task: Task, batch: Batch, device: torch.device) -> Batch:
+    """Return the batch on `device`, its images (four dimensions, floating) in channels_last where the task asks."""
+    moved = move_batch(batch, device)
+    if not task.channels_last:
+        return moved
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        is_image = tensor.dim() == 4 and tensor.is_floating_point()
+        return tensor.contiguous(memory_format=torch.channels_last) if is_image else tensor
+
+    return map_tensors(convert, moved)
 
 
 def _materialise(model: nn.Module, task: Task, device: torch.device) -> None:
@@ -99,8 +122,10 @@ def _build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     if isinstance(build, type):
         kind = cast("type[torch.optim.Optimizer]", build)
-        optimizers = [build_optimizer(policy, kind, parameters, **task.optimizer_settings)]
+        settings = {**task.optimizer_settings, **implementation_settings(task, build)}
+        optimizers = [build_optimizer(policy, kind, parameters, **settings)]
     else:
+        implementation_settings(task, build)
         built = build(parameters)
         optimizers = list(built) if isinstance(built, list | tuple) else [built]
         if not optimizers or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoprec.errors import TaskError
-from autoprec.tasks.batches import count_samples, move_batch, open_batches
+from autoprec.tasks.batches import count_samples, open_batches
 from autoprec.tasks.protocol import Batch, Task
+from autoprec.trials.building import prepare_batch
 
 __all__ = ["Evaluation", "estimate_batchnorm", "evaluate", "evaluating", "loss_and_metric"]
 
@@ -64,7 +65,7 @@ def evaluate(model: nn.Module, task: Task, *, device: torch.device) -> Evaluatio
     with evaluating(model):
         for batch in open_batches(task.eval_batches, name="eval_batches"):
             size = count(batch)
-            loss, metric = loss_and_metric(model, task, move_batch(batch, device))
+            loss, metric = loss_and_metric(model, task, prepare_batch(task, batch, device))
             losses, metrics, num_samples = losses + loss * size, metrics + metric * size, num_samples + size
     if num_samples == 0:
         raise TaskError(f"task {task.name!r}: there are 0 held-out batches to evaluate on")

@@ -117,4 +117,8 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
         torch.backends.cudnn.conv,  # type: ignore[attr-defined]
         "fp32_precision",
     ),
+    _attribute(
+        torch.backends.cudnn.rnn,
+        "fp32_precision",
+    ),
 )

@@ -15,15 +15,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoprec.apply import apply_policy, build_grad_scaler, remove_policy, suspend_policy
+from autoprec.apply import (
+    apply_policy,
+    build_grad_scaler,
+    remove_checkpointing,
+    remove_policy,
+    set_tf32,
+    suspend_policy,
+)
 from autoprec.emulation import emulate
 from autoprec.errors import TaskError
 from autoprec.policy import Kind, Number, Policy
 from autoprec.probes.headroom import LargestHalf, watch_headroom
-from autoprec.tasks.batches import BatchStream, move_batch
+from autoprec.tasks.batches import BatchStream
 from autoprec.tasks.protocol import Batch, Task
 from autoprec.training import TrainingStep
-from autoprec.trials.building import build_model, build_schedulers, build_task_optimizers, perturb_weights
+from autoprec.trials.building import (
+    build_model,
+    build_schedulers,
+    build_task_optimizers,
+    perturb_weights,
+    prepare_batch,
+)
+from autoprec.trials.compiling import compiled, forget_compiled, option_notes
 from autoprec.trials.evaluation import estimate_batchnorm, evaluate
 from autoprec.trials.failures import TrialEnd, classify, describe, format_traceback
 from autoprec.trials.finiteness import find_in_buffers, find_in_forward, find_in_gradients
@@ -37,6 +51,8 @@ __all__ = ["run_trial"]
 def run_trial(task: Task, policy: Policy, settings: TrialSettings) -> Outcome:
     """Train the task for a few steps under `policy` and return what it gave.
 
+    Training options are those of the task, whatever the policy was found with.
+
     Never raises for a trial that diverges or cannot run; what the task itself raises in FP32 is a `user_error` with its
     traceback. Random states and torch's switches are put back, and nothing of the trial stays alive.
 
@@ -44,11 +60,14 @@ def run_trial(task: Task, policy: Policy, settings: TrialSettings) -> Outcome:
         KeyboardInterrupt: passed through.
     """
     started = time.perf_counter()
+    policy = policy if policy.training is None else policy.replace(training=None)
     trial = _Trial(task, policy, settings)
     with isolated():
+        set_tf32(task.tf32)
         outcome = trial.run()
         if outcome.is_ok:
             outcome = _with_target(outcome, task, policy, settings)
+    forget_compiled(task)
     release(trial.reference, torch.device(settings.device))
     return outcome.model_copy(update={"wall_seconds": time.perf_counter() - started})
 
@@ -102,6 +121,7 @@ class _Trial:
         self.num_steps = self.settings.warmup_steps + self.settings.measured_steps
         self.watches = self.settings.watch_headroom and "fp16" in self.policy.low_precisions
         self.data = RandomStream(self.settings.seed)
+        self.notes += option_notes(self.task, device=self.device, emulates=self.emulates)
 
     def run(self) -> Outcome:
         model: nn.Module | None = None
@@ -135,13 +155,14 @@ class _Trial:
             model=model,
             on_skip=lambda number: self._note_skip(model, number),
         )
+        running = compiled(model, self.task)
         batches = self._batches(self.num_steps * self.task.accumulation_steps)
         for number in range(1, self.num_steps + 1):
             self.step_number = number
-            self._step(model, step, [self._next(batches) for _ in range(self.task.accumulation_steps)])
+            self._step(model, running, step, [self._next(batches) for _ in range(self.task.accumulation_steps)])
         self._check_end(model, step)
 
-    def _step(self, model: nn.Module, step: TrainingStep, batches: list[Batch]) -> None:
+    def _step(self, model: nn.Module, running: nn.Module, step: TrainingStep, batches: list[Batch]) -> None:
         started = time.perf_counter()
         losses = []
         result = None
@@ -150,7 +171,7 @@ class _Trial:
                 randomness = RandomState()
                 run = functools.partial(compute_loss, model, batch)
                 with watch_headroom(model, self.largest_half) if self.watches else contextlib.nullcontext():
-                    loss = run()
+                    loss = compute_loss(running, batch)
                 losses.append(self._check_loss(loss, run, model, randomness))
                 result = step(loss, optimizer=place)
         assert result is not None
@@ -212,7 +233,7 @@ class _Trial:
     def _next(self, batches: BatchStream) -> Batch:
         with self.data:
             batch = next(batches)
-        return move_batch(batch, self.device)
+        return prepare_batch(self.task, batch, self.device)
 
     def _evaluate(self, model: nn.Module) -> tuple[float, float]:
         """Return held-out loss and metric: of the bare FP32 model, or under the policy where the settings say so."""
@@ -272,3 +293,4 @@ def _strip(model: nn.Module) -> None:
     """Break the reference cycles that an installed policy makes, so that the model dies with its last name."""
     with contextlib.suppress(Exception):
         remove_policy(model)
+    remove_checkpointing(model)

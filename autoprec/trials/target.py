@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from autoprec.apply import apply_policy, build_grad_scaler, read_structure
-from autoprec.estimates import StepEstimate, estimate_step
+from autoprec.estimates import Roofline, StepEstimate, estimate_step
 from autoprec.policy import Number, Policy, resolve_precisions
-from autoprec.tasks.batches import count_samples, longest_batch, move_batch
+from autoprec.tasks.batches import count_samples, longest_batch
 from autoprec.tasks.protocol import Batch, Task
 from autoprec.training import TrainingStep
-from autoprec.trials.building import build_model, build_task_optimizers
+from autoprec.trials.building import build_model, build_task_optimizers, prepare_batch
+from autoprec.trials.compiling import compiled, forget_compiled
 from autoprec.trials.isolation import release, seed_everything
 from autoprec.trials.outcome import TrialSettings
 
@@ -122,7 +123,7 @@ def _per_token(task: Task, samples_per_second: Number) -> Number | None:
 def _estimate(model: nn.Module, task: Task, policy: Policy, gpu: str) -> StepEstimate:
     return estimate_step(
         model,
-        target_batch(task),
+        prepare_batch(task, target_batch(task), torch.device("cpu")),
         task.loss,
         losses=tuple(task.losses.values()),
         policy=policy,
@@ -130,6 +131,7 @@ def _estimate(model: nn.Module, task: Task, policy: Policy, gpu: str) -> StepEst
         accumulation_steps=task.accumulation_steps,
         gpu=gpu,
         num_samples=task.num_samples,
+        roofline=None if task.tf32 is None else Roofline(tf32=task.tf32),
     )
 
 
@@ -138,7 +140,8 @@ def _measure(task: Task, policy: Policy, device: torch.device) -> TargetFigures:
     model = build_model(task, device, build=_target_model(task))
     reference = weakref.ref(model)
     apply_policy(model, policy)
-    batch = move_batch(target_batch(task), device)
+    batch = prepare_batch(task, target_batch(task), device)
+    running = compiled(model, task)
     step = TrainingStep(
         build_task_optimizers(task, policy, model),
         grad_scaler=build_grad_scaler(policy, device=device),
@@ -153,12 +156,12 @@ def _measure(task: Task, policy: Policy, device: torch.device) -> TargetFigures:
     ]
     with torch.cuda.device(device):
         for _ in range(NUM_WARMUP_STEPS):
-            _run_step(step, model, task, batch)
+            _run_step(step, running, task, batch)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         events[0].record()
         for event in events[1:]:
-            _run_step(step, model, task, batch)
+            _run_step(step, running, task, batch)
             event.record()
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device)
@@ -166,7 +169,8 @@ def _measure(task: Task, policy: Policy, device: torch.device) -> TargetFigures:
     samples = (task.num_samples or count_samples)(batch) * task.accumulation_steps
     throughput = Number(value=samples / (statistics.median(milliseconds) / 1e3), kind="measured")
     per_token = _per_token(task, throughput)
-    del model, step, batch
+    del model, running, step, batch
+    forget_compiled(task)
     release(reference, device)
     return TargetFigures(
         peak_memory_bytes=Number(value=float(peak), kind="measured"),
