@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoprec.apply import remove_checkpointing
 from autoprec.policy import Policy
 from autoprec.probes.ranges import UnitRanges, watch_ranges
 from autoprec.profiling.costs import ShapeScale, cast_seconds, unit_costs
 from autoprec.profiling.profile import Profile, ProfileSettings, UnitProfile
-from autoprec.tasks.batches import BatchStream, move_batch
+from autoprec.tasks.batches import BatchStream
 from autoprec.tasks.protocol import Batch, Loss, Task
 from autoprec.training import TrainingStep
-from autoprec.trials.building import build_model, build_task_optimizers
+from autoprec.trials.building import build_model, build_task_optimizers, prepare_batch
 from autoprec.trials.isolation import RandomStream, isolated, seed_everything
 from autoprec.trials.outcome import TrialSettings
 
@@ -100,6 +101,7 @@ class _Steps:
         self._device = torch.device(settings.device)
         self._data = RandomStream(settings.seed)
         self._model = build_model(task, self._device)
+        remove_checkpointing(self._model)  # each unit is to be seen once
         self.seen = {name: UnitRanges() for name in units}
         self.losses: list[float] = []
         self.maxima: list[float] = []
@@ -117,7 +119,7 @@ class _Steps:
         hardest: tuple[float, Any] = (-math.inf, None)
         for _ in range(num_batches):
             with self._data:
-                batch = move_batch(next(batches), self._device)
+                batch = prepare_batch(task, next(batches), self._device)
             if self.first_batch is None:
                 self.first_batch = batch
             loss = self._step(step, batch, watch=not self.losses)
