@@ -123,7 +123,7 @@ class TaskOptions:
         return TrialSettings(seed=self.seed, device=resolve_device(self.device), gpu=gpu_by_name(self.gpu).name)
 
 
-NOT_ONLY_NAMED = ("task", "seed", "device", "gpu")
+NOT_ONLY_NAMED = ("task", "seed", "device", "gpu", "compile", "compile_backend", *TRAINING_OPTIONS)
 """Options that also go with a task of one's own; the others describe one of the tasks by name."""
 
 

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoprec.apply import describe_model, read_structure
-from autoprec.apply.checkpointing import matched_modules
 from autoprec.apply.portability import has_native_bf16
-from autoprec.errors import ApplyError, TaskError, UsageError, did_you_mean
+from autoprec.errors import UsageError, did_you_mean
 from autoprec.estimates.gpus import gpu_by_name
 from autoprec.policy import ModelInfo, content_hash
 from autoprec.search.arms import Arm, baselines, warm_starts
@@ -168,7 +167,6 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         )
     torch.manual_seed(trial.seed)
     model = task.model()
-    _check_checkpoint(task, model)
     batch = move_batch(next(open_batches(task.train_batches, name="train_batches")), torch.device("cpu"))
     units = _find_units(task, model, batch)
     space = _space(settings, units)
@@ -211,13 +209,6 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         unit_calls=units.calls,
         notes=notes,
     )
-
-
-def _check_checkpoint(task: Task, model: nn.Module) -> None:
-    try:
-        matched_modules(read_structure(model), training_options(task).checkpoint)
-    except ApplyError as error:
-        raise TaskError(f"task {task.name!r}: {error}") from None
 
 
 def resolve_device(name: str | None) -> str:

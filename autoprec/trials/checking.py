@@ -15,11 +15,11 @@ from torch.nn.parameter import is_lazy
 
 from autoprec.errors import ApplyError, AutoprecError, StudyError, TaskError
 from autoprec.policy import Policy
-from autoprec.tasks.batches import BatchStream, count_samples, describe_loader, move_batch, open_batches, tensors_of
+from autoprec.tasks.batches import BatchStream, count_samples, describe_loader, open_batches, tensors_of
 from autoprec.tasks.protocol import Batch, Batches, OneShot, TargetShape, Task
 from autoprec.tasks.source import explain
 from autoprec.training import StepResult, TrainingStep, list_dtypes, low_precision_parameters
-from autoprec.trials.building import build_model, build_schedulers, build_task_optimizers
+from autoprec.trials.building import build_model, build_schedulers, build_task_optimizers, prepare_batch
 from autoprec.trials.evaluation import evaluating, loss_and_metric
 from autoprec.trials.failures import is_out_of_memory
 from autoprec.trials.isolation import isolated, release, seed_everything
@@ -204,7 +204,7 @@ class _Check:
             ),
         )
         schedulers = self._schedulers(optimizers)
-        batch = move_batch(batch, self.device)
+        batch = prepare_batch(self.task, batch, self.device)
         result = None
         for place, compute_loss in self.task.trained_losses:
             name = "loss" if place is None else f"losses[{list(self.task.losses)[place]!r}]"
@@ -263,7 +263,7 @@ class _Check:
 
     def evaluation(self, model: nn.Module) -> None:
         """Compute loss and metric of the first held-out batch."""
-        batch = move_batch(self._first("eval_batches", self.task.eval_batches), self.device)
+        batch = prepare_batch(self.task, self._first("eval_batches", self.task.eval_batches), self.device)
         task = self.task
         with evaluating(model):
             if task.evaluate is not None:
