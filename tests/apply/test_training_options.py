@@ -130,6 +130,20 @@ class TestGradients:
             model(torch.randn(4, 6))
         assert model.blocks[0].num_calls == 1
 
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own look at what it traces
+    def test_compiled_it_equals_eager(self) -> None:
+        model = build().eval()
+        checkpoint_modules(model, ["blocks.*"])
+        x = torch.randn(4, 6)
+        model(x).sum().backward()
+        wanted = model.stem.weight.grad
+        assert wanted is not None
+        model.zero_grad()
+        torch.compile(model, backend="aot_eager")(x).sum().backward()
+        torch.compiler.reset()
+        assert model.stem.weight.grad is not None
+        assert torch.allclose(model.stem.weight.grad, wanted, rtol=1e-5, atol=1e-6)
+
 
 class TestNames:
     @pytest.mark.parametrize(
