@@ -39,6 +39,11 @@ class ScaleWindow:
     def holds(self, scale: float) -> bool:
         return self.low <= scale <= self.high
 
+    def distance(self, scale: float) -> tuple[float, float]:
+        """Order scales: octaves outside the window first, then the larger scale before the smaller."""
+        outside = max(0.0, math.log2(self.low / scale), math.log2(scale / self.high))
+        return outside, -scale
+
 
 def scale_window(gradients: ExponentHistogram) -> ScaleWindow:
     """Return the safe window of a loss scale for gradients of these magnitudes."""
@@ -73,9 +78,8 @@ def choose_scaler(profile: Profile, choices: Mapping[str, Sequence[float]]) -> G
     window = scale_window(gradients)
     maxima = whole_maxima(profile)
     default = GradScalerSettings()
-    scales = [scale for scale in choices.get("init_scale", [default.init_scale]) if window.holds(scale)]
-    below = [scale for scale in choices.get("init_scale", []) if scale < window.low]
-    start = default.init_scale if window.holds(default.init_scale) else max(scales or below or [default.init_scale])
+    scales = choices.get("init_scale", [default.init_scale])
+    start = default.init_scale if window.holds(default.init_scale) else min(scales, key=window.distance)
     best = GradScalerSettings(init_scale=start)
     cost = judge_scaler(maxima, gradients, best)
     names = [name for name in ("growth_factor", "backoff_factor", "growth_interval") if name in choices]

@@ -160,6 +160,23 @@ def test_the_window_ends_one_octave_below_overflow_and_begins_where_nothing_more
     assert window.holds(65536.0)
 
 
+@pytest.mark.parametrize(
+    ("choices", "expected"),
+    [
+        ([64.0, 256.0, 1024.0, 65536.0], 256.0),
+        ([1024.0, 65536.0], 1024.0),
+        ([2.0**-30, 2.0**-20], 2.0**-20),
+    ],
+    ids=["the largest inside the window", "the nearest above it", "the nearest below it"],
+)
+def test_a_default_that_overflows_gives_way_to_the_choice_nearest_to_the_window(
+    choices: list[float], expected: float
+) -> None:
+    profile = with_gradients(6, [60.0])  # 64 * 2**9 = 32768: one doubling below 65504 is 2**8
+    assert scale_window(profile.gradients).high == 2.0**8
+    assert choose_scaler(profile, {"init_scale": choices}).init_scale == expected
+
+
 def test_torchs_defaults_stay_where_they_are_in_the_window_and_nothing_is_clearly_better() -> None:
     choices = {"init_scale": [1024.0, 65536.0], "growth_factor": [1.5, 2.0], "growth_interval": [500, 2000]}
     chosen = choose_scaler(with_gradients(-10, [2.0**-10] * 4), choices)
