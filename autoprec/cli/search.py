@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoprec.cli.output import INCONCLUSIVE, INTERRUPTED, check_format, open_console, parse_memory
-from autoprec.cli.task_options import TaskOptions, takes_task
+from autoprec.cli.task_options import TaskOptions, option, takes_task
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,40 +19,34 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-GROUPS = {"study": "Search", "output": "Output"}
-
 
 def register(app: typer.Typer) -> None:
     app.command("search", help="Search the precision policy of a training task and prove it.")(_search)
 
 
-def _option(text: str, group: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=GROUPS[group], show_default=True)
-
-
 @takes_task
 def _search(
     task: TaskOptions,
-    n_trials: Annotated[int, _option("Finished trials in all, the proof not counted.", "study", "--n-trials")] = 12,
-    sampler: Annotated[str, _option("policy, tpe, nsga2, gp or random.", "study", "--sampler")] = "policy",
-    space: Annotated[str | None, _option("default, cnn, transformer or a TOML file.", "study", "--space")] = None,
+    n_trials: Annotated[int, option("Finished trials in all, the proof not counted.", "--n-trials")] = 12,
+    sampler: Annotated[str, option("policy, tpe, nsga2, gp or random.", "--sampler")] = "policy",
+    space: Annotated[str | None, option("default, cnn, transformer or a TOML file.", "--space")] = None,
     margin: Annotated[
-        float | None, _option("Accuracy below FP32 that counts as equal; fixed before.", "study", "--margin")
+        float | None, option("Accuracy below FP32 that counts as equal; fixed before.", "--margin")
     ] = None,
-    max_seeds: Annotated[int | None, _option("Seeds that the proof may use; 8.", "study", "--max-seeds")] = None,
-    prefer: Annotated[str, _option("balanced, fastest or smallest.", "study", "--prefer")] = "balanced",
+    max_seeds: Annotated[int | None, option("Seeds that the proof may use; 8.", "--max-seeds")] = None,
+    prefer: Annotated[str, option("balanced, fastest or smallest.", "--prefer")] = "balanced",
     memory_budget: Annotated[
-        str | None, _option("Recommend nothing that needs more, such as 12GB.", "study", "--memory-budget")
+        str | None, option("Recommend nothing that needs more, such as 12GB.", "--memory-budget")
     ] = None,
-    trial_timeout: Annotated[float, _option("Seconds after which a trial is ended.", "study", "--trial-timeout")] = 900,
+    trial_timeout: Annotated[float, option("Seconds after which a trial is ended.", "--trial-timeout")] = 900,
     workers: Annotated[
         int | None,
-        _option("Trials at once where no time is measured; as many as cores, up to 4.", "study", "--workers"),
+        option("Trials at once where no time is measured; as many as cores, up to 4.", "--workers"),
     ] = None,
-    storage: Annotated[str | None, _option("Optuna database URL; a file in the folder.", "study", "--storage")] = None,
-    study_name: Annotated[str | None, _option("Name of the study.", "study", "--study-name")] = None,
-    output: Annotated[Path | None, _option("Folder for the files.", "output", "-o", "--output")] = None,
-    format: Annotated[str, _option("text or json.", "output", "--format")] = "text",
+    storage: Annotated[str | None, option("Optuna database URL; a file in the folder.", "--storage")] = None,
+    study_name: Annotated[str | None, option("Name of the study.", "--study-name")] = None,
+    output: Annotated[Path | None, option("Folder for the files.", "-o", "--output")] = None,
+    format: Annotated[str, option("text or json.", "--format")] = "text",
 ) -> None:
     check_format(format)
     settings = {

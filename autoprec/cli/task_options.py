@@ -18,15 +18,12 @@ if TYPE_CHECKING:
     from autoprec.tasks.protocol import Task
     from autoprec.trials.outcome import TrialSettings
 
-__all__ = ["TaskOptions", "takes_task"]
+__all__ = ["TaskOptions", "option", "takes_task"]
 
 
-def _option(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel="Task", show_default=True)
-
-
-def _training(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel="Training options", show_default=True)
+def option(text: str, *names: str) -> Any:
+    """Return a command-line option called `names` with its help."""
+    return typer.Option(*names, help=text, show_default=True)
 
 
 TRAINING_OPTIONS = ("accumulation_steps", "checkpoint", "channels_last", "tf32", "optimizer_implementation")
@@ -37,47 +34,47 @@ class TaskOptions:
     """What a person said of the task, of the seed and of the devices; one field an option."""
 
     task: Annotated[
-        str | None, _option("Your own: path/to/file.py:function or package.module:function; it runs.", "--task")
+        str | None, option("Your own: path/to/file.py:function or package.module:function; it runs.", "--task")
     ] = None
     model: Annotated[
         str,
-        _option("A torchvision classification model, gpt-small, bert-small, lstm, gru, conv1d or mlp.", "--model"),
+        option("A torchvision classification model, gpt-small, bert-small, lstm, gru, conv1d or mlp.", "--model"),
     ] = "resnet50"
-    weights: Annotated[str | None, _option("Start weights: DEFAULT or a file.", "--weights")] = None
+    weights: Annotated[str | None, option("Start weights: DEFAULT or a file.", "--weights")] = None
     data: Annotated[
         str | None,
-        _option(
+        option(
             "digits, mnist, cifar10:PATH, cifar100:PATH or imagefolder:PATH; topics or text:PATH; japanese_vowels; "
             "breast_cancer. What goes with the model.",
             "--data",
         ),
     ] = None
-    image_size: Annotated[int | None, _option("Pixels, in the trials; 32.", "--image-size")] = None
-    batch_size: Annotated[int, _option("Batch of the trials.", "--batch-size")] = 32
-    optimizer: Annotated[str, _option("adamw, adam or sgd.", "--optimizer")] = "adamw"
-    lr: Annotated[float, _option("Learning rate.", "--lr")] = 1e-3
-    seed: Annotated[int, _option("Start weights, batch order and samples.", "--seed")] = 0
-    device: Annotated[str | None, _option("cpu or cuda; cuda where there is one.", "--device")] = None
-    gpu: Annotated[str, _option("Target of computed and predicted numbers.", "--gpu")] = "a100"
-    target_image_size: Annotated[int | None, _option("Pixels of the real run; 224.", "--target-image-size")] = None
-    target_batch_size: Annotated[int, _option("Batch of the real run.", "--target-batch-size")] = 128
+    image_size: Annotated[int | None, option("Pixels, in the trials; 32.", "--image-size")] = None
+    batch_size: Annotated[int, option("Batch of the trials.", "--batch-size")] = 32
+    optimizer: Annotated[str, option("adamw, adam or sgd.", "--optimizer")] = "adamw"
+    lr: Annotated[float, option("Learning rate.", "--lr")] = 1e-3
+    seed: Annotated[int, option("Start weights, batch order and samples.", "--seed")] = 0
+    device: Annotated[str | None, option("cpu or cuda; cuda where there is one.", "--device")] = None
+    gpu: Annotated[str, option("Target of computed and predicted numbers.", "--gpu")] = "a100"
+    target_image_size: Annotated[int | None, option("Pixels of the real run; 224.", "--target-image-size")] = None
+    target_batch_size: Annotated[int, option("Batch of the real run.", "--target-batch-size")] = 128
     accumulation_steps: Annotated[
-        int | None, _training("Micro-batches to one optimizer step; 1.", "--accumulation-steps")
+        int | None, option("Micro-batches to one optimizer step; 1.", "--accumulation-steps")
     ] = None
     checkpoint: Annotated[
         list[str] | None,
-        _training("Modules to compute again in the backward pass: a name or glob; may be repeated.", "--checkpoint"),
+        option("Modules to compute again in the backward pass: a name or glob; may be repeated.", "--checkpoint"),
     ] = None
-    channels_last: Annotated[bool, _training("Images and their weights in channels_last.", "--channels-last")] = False
+    channels_last: Annotated[bool, option("Images and their weights in channels_last.", "--channels-last")] = False
     tf32: Annotated[
-        bool | None, _training("FP32 units in TF32 on CUDA, or not; torch's own switches.", "--tf32/--no-tf32")
+        bool | None, option("FP32 units in TF32 on CUDA, or not; torch's own switches.", "--tf32/--no-tf32")
     ] = None
     optimizer_implementation: Annotated[
-        str | None, _training("foreach, fused or for-loop; torch's own choice.", "--optimizer-implementation")
+        str | None, option("foreach, fused or for-loop; torch's own choice.", "--optimizer-implementation")
     ] = None
-    compile: Annotated[bool, _training("torch.compile the model in the trials.", "--compile")] = False
+    compile: Annotated[bool, option("torch.compile the model in the trials.", "--compile")] = False
     compile_backend: Annotated[
-        str | None, _training("A backend of torch.compile; inductor. eager needs no compiler.", "--compile-backend")
+        str | None, option("A backend of torch.compile; inductor. eager needs no compiler.", "--compile-backend")
     ] = None
 
     def build_task(self, training: TrainingOptions | None = None) -> Task:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoprec.cli.output import INCONCLUSIVE, INTERRUPTED, WORSE, check_format, open_console
-from autoprec.cli.task_options import TaskOptions, takes_task
+from autoprec.cli.task_options import TaskOptions, option, takes_task
 
 if TYPE_CHECKING:
     from autoprec.search.policy_proof import PolicyProof
@@ -21,28 +21,24 @@ def register(app: typer.Typer) -> None:
     app.command("verify", help="Prove a policy, found or written by hand, against FP32 on this device.")(_verify)
 
 
-def _option(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel="Proof", show_default=True)
-
-
 @takes_task
 def _verify(
     task: TaskOptions,
     policy: Annotated[Path, typer.Argument(help="A policy.json.")],
     margin: Annotated[
-        float | None, _option("Accuracy below FP32 that counts as equal; the file's, else 0.05.", "--margin")
+        float | None, option("Accuracy below FP32 that counts as equal; the file's, else 0.05.", "--margin")
     ] = None,
-    max_seeds: Annotated[int, _option("Seeds that the proof may use.", "--max-seeds")] = 8,
-    num_steps: Annotated[int, _option("Steps of each run.", "--num-steps")] = 40,
-    autocast: Annotated[bool, _option("Run plain autocast beside the policy.", "--autocast/--no-autocast")] = True,
+    max_seeds: Annotated[int, option("Seeds that the proof may use.", "--max-seeds")] = 8,
+    num_steps: Annotated[int, option("Steps of each run.", "--num-steps")] = 40,
+    autocast: Annotated[bool, option("Run plain autocast beside the policy.", "--autocast/--no-autocast")] = True,
     tolerance: Annotated[
-        float, _option("How far memory and speed may fall behind what the file promises.", "--tolerance")
+        float, option("How far memory and speed may fall behind what the file promises.", "--tolerance")
     ] = 0.05,
-    update: Annotated[bool, _option("Write this proof into the file as its evidence.", "--update")] = False,
-    trial_timeout: Annotated[float, _option("Seconds after which a run is ended.", "--trial-timeout")] = 900,
-    storage: Annotated[str | None, _option("Optuna database URL; a file in the folder.", "--storage")] = None,
-    output: Annotated[Path | None, _option("Folder for the runs.", "-o", "--output")] = None,
-    format: Annotated[str, _option("text or json.", "--format")] = "text",
+    update: Annotated[bool, option("Write this proof into the file as its evidence.", "--update")] = False,
+    trial_timeout: Annotated[float, option("Seconds after which a run is ended.", "--trial-timeout")] = 900,
+    storage: Annotated[str | None, option("Optuna database URL; a file in the folder.", "--storage")] = None,
+    output: Annotated[Path | None, option("Folder for the runs.", "-o", "--output")] = None,
+    format: Annotated[str, option("text or json.", "--format")] = "text",
 ) -> None:
     check_format(format)
     settings = {
