@@ -35,9 +35,9 @@ class _State:
 
 def main() -> None:
     """Run the command line; an error of autoprec is one line on stderr and its exit code."""
-    from autoprec.cli import choose, init, search, show, verify
+    from autoprec.cli import choose, init, search, show, spaces, verify
 
-    for command in (search, verify, choose, show, init):
+    for command in (search, verify, choose, show, spaces, init):
         command.register(app)
     try:
         app()

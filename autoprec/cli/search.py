@@ -29,7 +29,7 @@ def _search(
     task: TaskOptions,
     n_trials: Annotated[int, option("Finished trials in all, the proof not counted.", "--n-trials")] = 12,
     sampler: Annotated[str, option("policy, tpe, nsga2, gp or random.", "--sampler")] = "policy",
-    space: Annotated[str | None, option("default, cnn, transformer or a TOML file.", "--space")] = None,
+    space: Annotated[str | None, option("By name (autoprec spaces lists them) or a TOML file.", "--space")] = None,
     margin: Annotated[
         float | None, option("Accuracy below FP32 that counts as equal; fixed before.", "--margin")
     ] = None,

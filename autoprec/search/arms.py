@@ -62,7 +62,10 @@ def baselines(parameters: Parameters, *, native_bf16: bool) -> list[Arm]:
 
 
 def warm_starts(parameters: Parameters) -> list[Arm]:
-    """Return half everywhere but norms and head, half everywhere, and the published recipe: the deep end in FP32."""
+    """Return the family's practice, half everywhere, and the published recipe: the deep end in FP32.
+
+    The practice is what the search space starts its decisions from; where it says nothing, half but norms and head.
+    """
     last = parameters.free_decisions[-1:]
 
     def spare_norms_and_head(decision: Decision) -> Precision:
@@ -71,8 +74,12 @@ def warm_starts(parameters: Parameters) -> list[Arm]:
     def deep_end(decision: Decision) -> Precision:
         return "fp32" if decision.depth >= DEEP_END_START else "fp16"
 
+    if any(decision.start for decision in parameters.free_decisions):
+        practice = {"practice of the family": parameters.values(lambda decision: decision.start or "autocast")}
+    else:
+        practice = {"half but norms and head": parameters.values(spare_norms_and_head)}
     values = {
-        "half but norms and head": parameters.values(spare_norms_and_head),
+        **practice,
         "half everywhere": parameters.values(lambda decision: "fp16"),
         "deep end in fp32": parameters.values(deep_end, PUBLISHED_SETTINGS),
     }

@@ -18,7 +18,8 @@ class Decision:
     """One precision to decide. `units` maps the module names that share it to their class names, in call order.
 
     `reasons` says for each precision that is not offered why; with a single choice the decision is pinned. `depth` is
-    where its units are called on average: 0 the first unit of the model, 1 the last.
+    where its units are called on average: 0 the first unit of the model, 1 the last. `start` is what practice runs it
+    in, where the search space says so.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Decision:
     choices: tuple[Precision, ...]
     reasons: Mapping[str, str] = field(default_factory=dict)
     depth: float = 0.0
+    start: Precision | None = None
 
     @property
     def parameter(self) -> str:

@@ -10,8 +10,8 @@ from autoprec.errors import UsageError, did_you_mean
 from autoprec.policy import Precision
 from autoprec.search.decision import CONTAINERS, Decision
 from autoprec.search.names import parent_of, prefixes_of
-from autoprec.search.repeats import share_repeats
-from autoprec.search.space import SearchSpace, matches_any
+from autoprec.search.repeats import share_repeats, unique_names
+from autoprec.search.space import Rule, SearchSpace, matches_any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,13 +49,22 @@ def build_decisions(
     tree = {name: type(module).__name__ for name, module in model.named_modules()}
     units = list(units)
     singles = _apply_rules([_single(unit, space) for unit in units], space)
-    if space.granularity == "block":
-        decisions = _into_blocks(singles, tree, model, composites or {})
+    if space.granularity == "type":
+        decisions = _by_type(singles)
     else:
-        decisions = _join_followers(singles, space)
-    decisions = share_repeats(decisions, tree) if space.repeats == "together" else decisions
+        decisions = _group(singles, space, tree, model, composites or {})
+        decisions = share_repeats(decisions, model) if space.repeats == "together" else decisions
     decisions = _join_tied(decisions, units)
     return _with_depth(decisions, [single.name for single in singles])
+
+
+def _group(
+    singles: list[Decision], space: SearchSpace, tree: Mapping[str, str], model: nn.Module, composites: Composites
+) -> list[Decision]:
+    if space.granularity == "leaf":
+        return _join_followers(singles, space)
+    names = _block_names(model) if space.granularity == "block" else _stage_names(model)
+    return _into_modules(singles, names, tree, composites)
 
 
 def _with_depth(decisions: list[Decision], call_order: list[str]) -> list[Decision]:
@@ -89,19 +98,21 @@ def _apply_rules(singles: list[Decision], space: SearchSpace) -> list[Decision]:
                 + did_you_mean(wanted[0], known)
             )
         names = {d.name for d in matched}
-        singles = [_restrict(d, rule.choices, rule.reason, space) if d.name in names else d for d in singles]
+        singles = [_restrict(d, rule, space) if d.name in names else d for d in singles]
     return singles
 
 
-def _restrict(decision: Decision, choices: Sequence[Precision], reason: str, space: SearchSpace) -> Decision:
-    left = tuple(choice for choice in decision.choices if choice in choices)
+def _restrict(decision: Decision, rule: Rule, space: SearchSpace) -> Decision:
+    allowed = rule.choices or decision.choices
+    left = tuple(choice for choice in decision.choices if choice in allowed)
     if not left:
         raise UsageError(
-            f"search space {space.name}: a rule allows {', '.join(choices)} for {decision.name}, "
+            f"search space {space.name}: a rule allows {', '.join(allowed)} for {decision.name}, "
             f"which can only be {', '.join(decision.choices)}"
         )
-    dropped: dict[str, str] = {choice: reason for choice in decision.choices if choice not in left}
-    return replace(decision, choices=left, reasons={**decision.reasons, **dropped})
+    dropped: dict[str, str] = {choice: rule.reason for choice in decision.choices if choice not in left}
+    reasons = {**decision.reasons, **dropped}
+    return replace(decision, choices=left, reasons=reasons, start=rule.start or decision.start)
 
 
 def _join_followers(singles: list[Decision], space: SearchSpace) -> list[Decision]:
@@ -121,8 +132,10 @@ def _join_followers(singles: list[Decision], space: SearchSpace) -> list[Decisio
 def _join_tied(decisions: list[Decision], units: Sequence[UnitLike]) -> list[Decision]:
     """Merge the decisions of units that share a weight; choices that one of them lacks are lost to all."""
     for unit in units:
+        if not unit.tied:
+            continue
         wanted = {unit.name, *unit.tied}
-        joined = [decision for decision in decisions if wanted & set(decision.units)]
+        joined = [decision for decision in decisions if any(_governs(decision, name) for name in wanted)]
         if len(joined) < 2:
             continue
         first = joined[0]
@@ -136,25 +149,46 @@ def _join_tied(decisions: list[Decision], units: Sequence[UnitLike]) -> list[Dec
     return decisions
 
 
-def _into_blocks(
-    singles: list[Decision], tree: Mapping[str, str], model: nn.Module, composites: Composites
-) -> list[Decision]:
-    """Merge the units of each block; a pinned unit inside a block keeps its own decision.
+def _governs(decision: Decision, unit: str) -> bool:
+    return any(name in decision.units for name in prefixes_of(unit))
 
-    What the code between the units of a block cannot run in is no choice for the block.
+
+def _by_type(singles: list[Decision]) -> list[Decision]:
+    """Merge the units of one class that have the same choices; a pinned unit keeps its own decision."""
+    merged: dict[tuple[object, ...], Decision] = {}
+    for single in singles:
+        if single.is_pinned:
+            merged[(single.name,)] = single
+            continue
+        key = (single.lead_type, single.choices, single.start)
+        known = merged.get(key, replace(single, name=single.lead_type, units={}))
+        units, reasons = {**known.units, **single.units}, {**known.reasons, **single.reasons}
+        merged[key] = replace(known, units=units, reasons=reasons)
+    return unique_names(list(merged.values()))
+
+
+def _into_modules(
+    singles: list[Decision], names: set[str], tree: Mapping[str, str], composites: Composites
+) -> list[Decision]:
+    """Merge the units of each module of `names`; a pinned unit inside one keeps its own decision.
+
+    What the code between the units cannot run in is no choice for the module.
     """
-    blocks = _block_names(model)
     merged: dict[str, Decision] = {}
     for single in singles:
-        block = next((name for name in prefixes_of(single.name)[:-1] if name in blocks), single.name)
-        if single.is_pinned or block == single.name:
+        module = next((name for name in prefixes_of(single.name)[:-1] if name in names), single.name)
+        if single.is_pinned or module == single.name:
             merged[single.name] = single
             continue
-        refused: dict[str, str] = {p: reason for p, reason in composites.get(block, {}).items()}  # noqa: C416
-        known = merged.get(block, Decision(block, {block: tree[block]}, single.choices, refused))
-        known = replace(known, choices=tuple(choice for choice in known.choices if choice not in refused) or ("fp32",))
+        if module not in merged:
+            inside = [refused for name, refused in composites.items() if f"{name}.".startswith(f"{module}.")]
+            refused: dict[str, str] = {p: reason for reasons in inside for p, reason in reasons.items()}
+            choices = tuple(choice for choice in single.choices if choice not in refused) or ("fp32",)
+            merged[module] = Decision(module, {module: tree[module]}, choices, refused, start=single.start)
+        known = merged[module]
         choices = tuple(choice for choice in known.choices if choice in single.choices)
-        merged[block] = replace(known, choices=choices, reasons={**known.reasons, **single.reasons})
+        start = known.start if known.start == single.start else None
+        merged[module] = replace(known, choices=choices, reasons={**known.reasons, **single.reasons}, start=start)
     return list(merged.values())
 
 
@@ -174,6 +208,12 @@ def _block_names(model: nn.Module) -> set[str]:
 
     visit("", model)
     return names
+
+
+def _stage_names(model: nn.Module) -> set[str]:
+    """Names of the innermost containers that hold a run of blocks of one class: `layer1`, `encoder.layers`."""
+    holding = [name for name, module in model.named_modules() if name and _holds_blocks(module)]
+    return {name for name in holding if not any(other.startswith(f"{name}.") for other in holding)}
 
 
 def _is_container(module: nn.Module) -> bool:

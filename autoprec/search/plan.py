@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import re
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +21,12 @@ from autoprec.policy import ModelInfo, content_hash
 from autoprec.search.arms import Arm, baselines, warm_starts
 from autoprec.search.decision import Decision
 from autoprec.search.decisions import build_decisions
+from autoprec.search.families import choose_space
 from autoprec.search.fingerprint import Identity, identity_hash, study_identity, versions
 from autoprec.search.parameters import Parameters, build_parameters
 from autoprec.search.recommendation import Prefer, as_preference
 from autoprec.search.samplers import SAMPLERS
-from autoprec.search.space import SearchSpace, choose_space, load_space
+from autoprec.search.space import SearchSpace, load_space
 from autoprec.search.study import Limits
 from autoprec.search.verification import Proof
 from autoprec.tasks.batches import cut_batch, move_batch, open_batches
@@ -169,7 +169,7 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
     model = task.model()
     batch = move_batch(next(open_batches(task.train_batches, name="train_batches")), torch.device("cpu"))
     units = _find_units(task, model, batch)
-    space = _space(settings, units)
+    space = _space(settings, model)
     target, here = target_of(trial)
     native_bf16 = _has_native_bf16(trial, here=here)
     parameters = build_parameters(
@@ -271,10 +271,8 @@ def _find_units(task: Task, model: nn.Module, batch: Any) -> Units:
         return find_units(model, run=lambda module: task.loss(module, batch))
 
 
-def _space(settings: SearchSettings, units: Units) -> SearchSpace:
-    if settings.space is not None:
-        return load_space(settings.space)
-    return choose_space(Counter(unit.type for unit in units))
+def _space(settings: SearchSettings, model: nn.Module) -> SearchSpace:
+    return choose_space(model) if settings.space is None else load_space(settings.space)
 
 
 def _has_native_bf16(trial: TrialSettings, *, here: bool) -> bool:

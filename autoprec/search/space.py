@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from autoprec.errors import UsageError, did_you_mean
 from autoprec.policy import Precision
 
-__all__ = ["Range", "Rule", "SearchSpace", "builtin_spaces", "load_space", "choose_space"]
+__all__ = ["Range", "Rule", "SearchSpace", "builtin_spaces", "load_space", "parse_space"]
 
 Value = bool | int | float
 
@@ -65,12 +65,14 @@ class OptimizerRanges(_Strict):
 class Rule(_Strict):
     """Restrict the units whose name matches a glob of `names` or whose class matches one of `types`.
 
-    One choice pins the unit. A rule that matches no unit is an error unless it is `optional`.
+    One choice pins the unit; none leaves the choices as they are. `start` is what practice runs such units in: the
+    study tries that early, as a trial of its own. A rule that matches no unit is an error unless it is `optional`.
     """
 
     names: list[str] = Field(default_factory=list)
     types: list[str] = Field(default_factory=list)
-    choices: list[Precision] = Field(min_length=1)
+    choices: list[Precision] = Field(default_factory=list)
+    start: Precision | None = None
     reason: str = Field(min_length=1, max_length=500)
     optional: bool = False
 
@@ -78,6 +80,10 @@ class Rule(_Strict):
     def _check(self) -> Self:
         if not self.names and not self.types:
             raise ValueError("a rule needs `names` or `types`")
+        if not self.choices and self.start is None:
+            raise ValueError("a rule needs `choices` or `start`")
+        if self.choices and self.start is not None and self.start not in self.choices:
+            raise ValueError(f"`start` is {self.start}, which is none of `choices`")
         return self
 
     def matches(self, name: str, type_name: str) -> bool:
@@ -89,7 +95,7 @@ class SearchSpace(_Strict):
 
     name: str = Field(min_length=1, max_length=100)
     description: str = Field(default="", max_length=500)
-    granularity: Literal["leaf", "block"] = "leaf"
+    granularity: Literal["leaf", "block", "stage", "type"] = "leaf"
     repeats: Literal["separate", "together"] = "together"
     choices: list[Precision] = Field(default=["fp32", "autocast", "fp16"])
     followers: list[str] = Field(default_factory=list)
@@ -102,6 +108,9 @@ class SearchSpace(_Strict):
         missing = {"fp32", "autocast"} - set(self.choices)
         if missing:
             raise ValueError(f"`choices` lacks {', '.join(sorted(missing))}, which the baselines need")
+        for rule in self.rules:
+            if rule.start is not None and rule.start not in self.choices:
+                raise ValueError(f"a rule starts from {rule.start}, which is none of `choices`")
         return self
 
 
@@ -122,10 +131,15 @@ def load_space(source: str | Path) -> SearchSpace:
     Raises:
         UsageError: no such name or file, not TOML, an unknown key, a value that is not allowed.
     """
+    data, where = _read(source)
+    return parse_space(data, where=where)
+
+
+def _read(source: str | Path) -> tuple[dict[str, Any], str]:
     builtin = builtin_spaces()
     path = builtin.get(str(source), Path(source))
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8")), path.name
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UsageError(
@@ -134,25 +148,37 @@ def load_space(source: str | Path) -> SearchSpace:
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"search space {path.name}: not TOML: {error}") from None
-    return parse_space(data, where=path.name)
+
+
+def _inherit(data: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Lay `data` over the built-in space that it inherits from: tables key by key, rules after those of the parent."""
+    own = dict(data)
+    parent = own.pop("inherits", None)
+    if parent is None:
+        return own
+    builtin = builtin_spaces()
+    if parent not in builtin:
+        raise UsageError(
+            f"search space {where}: inherits: {str(parent)[:80]!r} is not one of {', '.join(builtin)}"
+            + did_you_mean(str(parent), builtin)
+        )
+    if builtin[parent].name == where:
+        raise UsageError(f"search space {where}: inherits: from itself")
+    inherited = _inherit(_read(parent)[0], where=builtin[parent].name)
+    for table in ("grad_scaler", "optimizer"):
+        if isinstance(own.get(table, {}), dict):
+            own[table] = {**inherited.get(table, {}), **own.get(table, {})}
+    if isinstance(own.get("rules", []), list):
+        own["rules"] = [*inherited.get("rules", []), *own.get("rules", [])]
+    return {**inherited, **own}
 
 
 def parse_space(data: Mapping[str, Any], *, where: str) -> SearchSpace:
     """Build a search space from parsed TOML; `where` names the file in errors."""
     try:
-        return SearchSpace(**data)
+        return SearchSpace(**_inherit(data, where=where))
     except ValidationError as error:
         raise UsageError(_space_error(error, where=where)) from None
-
-
-def choose_space(type_counts: Mapping[str, int]) -> SearchSpace:
-    """Choose the built-in space for a model from the counts of its leaves' class names."""
-    attention = sum(n for name, n in type_counts.items() if "Attention" in name or "Quantizable" in name)
-    layer_norms = type_counts.get("LayerNorm", 0) + type_counts.get("RMSNorm", 0)
-    convolutions = sum(n for name, n in type_counts.items() if name.startswith("Conv"))
-    if attention or layer_norms > convolutions:
-        return load_space("transformer")
-    return load_space("cnn" if convolutions else "default")
 
 
 def _space_error(error: ValidationError, *, where: str) -> str:
@@ -160,7 +186,7 @@ def _space_error(error: ValidationError, *, where: str) -> str:
     place = ".".join(str(part) for part in first["loc"]) or "file"
     if first["type"] == "extra_forbidden":
         model = _model_at(first["loc"][:-1])
-        allowed = list(model.model_fields)
+        allowed = [*model.model_fields, *(["inherits"] if model is SearchSpace else [])]
         name = str(first["loc"][-1])
         return f"search space {where}: {place}: unknown key; allowed: {', '.join(allowed)}{did_you_mean(name, allowed)}"
     message = first["msg"].removeprefix("Value error, ")

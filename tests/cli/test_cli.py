@@ -336,3 +336,19 @@ def test_a_memory_that_is_no_size_is_refused(text: str) -> None:
 
 def test_sizes_are_decimal_or_binary() -> None:
     assert (parse_memory("12GB"), parse_memory("1.5 gib"), parse_memory(None)) == (12e9, 1.5 * 2**30, None)
+
+
+def test_spaces_lists_what_comes_along_and_explains_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "spaces", "--format", "json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {"cnn", "resnet", "transformer", "vit", "bert", "gpt", "rnn", "mlp", "unet", "speech"} <= {
+        space["name"] for space in listed
+    }
+    assert run(monkeypatch, "spaces", "bert") == 0
+    explained = capsys.readouterr().out
+    assert "start from fp32 (practice keeps the feed-forward layers of language models in FP32)" in explained
+    assert "grad_scaler/growth_interval: 500, 1000, 2000" in explained
+    assert run(monkeypatch, "spaces", "brt") == 2
+    assert "nearest: bert" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torchvision
@@ -73,6 +73,17 @@ def test_equal_blocks_of_a_stage_share_their_decisions_and_stages_do_not(resnet1
     assert len(names) == 20
 
 
+def test_blocks_of_other_widths_are_no_repeats_and_those_of_other_inputs_are() -> None:
+    mobile = torchvision.models.mobilenet_v2(weights=None)
+    projections = [d.name for d in decide(mobile, "cnn") if d.name.endswith(".conv.2")]
+    # stages of 24, 32, 64, 96, 160 and 320 channels; the first block of each is expanded from the width before
+    blocks = ["2", "3", "4", "5..6", "7", "8..10", "11", "12..13", "14", "15..16", "17"]
+    assert projections == [f"features.{block}.conv.2" for block in blocks]
+    dense = torchvision.models.DenseNet(growth_rate=4, block_config=(3, 2), num_init_features=8, num_classes=2)
+    names = [d.name for d in decide(dense, "cnn")]
+    assert "features.denseblock1.denselayer1..3.conv1" in names
+
+
 def test_a_vit_has_one_decision_for_each_layer_of_its_block_norms_and_dropouts_alone(small_vit: nn.Module) -> None:
     decisions = {d.name: d for d in decide(small_vit, "transformer")}
     block = "encoder.layers.encoder_layer_0..2"
@@ -95,6 +106,47 @@ def test_code_of_a_block_that_cannot_run_in_half_takes_the_choice_from_the_block
     block = next(d for d in decisions if d.name == "layer1.0")
     assert block.choices == ("fp32", "autocast")
     assert block.reasons["fp16"] == "index_put needs one dtype"
+
+
+def test_stage_granularity_names_the_runs_of_blocks(resnet18: nn.Module, small_vit: nn.Module) -> None:
+    names = [d.name for d in decide(resnet18, "resnet", granularity="stage")]
+    assert names == ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool", "fc"]
+    stages = {d.name: d.units for d in decide(small_vit, "vit", granularity="stage")}
+    assert stages["encoder.layers"] == {"encoder.layers": "Sequential"}
+
+
+def test_code_inside_a_stage_that_cannot_run_in_half_takes_the_choice_from_the_stage(resnet18: nn.Module) -> None:
+    space = load_space("resnet").model_copy(update={"granularity": "stage"})
+    refused: dict[str, dict[Precision, str]] = {"layer1.0": {"fp16": "index_put needs one dtype"}}
+    stages = {d.name: d for d in build_decisions(leaves(resnet18), space, resnet18, composites=refused)}
+    assert stages["layer1"].choices == ("fp32", "autocast")
+    assert stages["layer2"].choices == ("fp32", "autocast", "fp16")
+
+
+def test_type_granularity_has_one_decision_for_each_class(resnet18: nn.Module) -> None:
+    decisions = {d.name: d for d in decide(resnet18, "resnet", granularity="type")}
+    kinds = ["Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d", "AdaptiveAvgPool2d", "Linear"]
+    assert list(decisions) == kinds
+    assert len(decisions["Conv2d"].units) == 20
+
+
+def test_tied_units_share_a_decision_at_every_granularity() -> None:
+    block = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)]
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "blocks": nn.ModuleList(block), "head": nn.Linear(2, 4)})
+    units = [replace(unit, tied=("head",)) if unit.name == "embed" else unit for unit in leaves(model)]
+    for granularity in ("leaf", "block", "stage", "type"):
+        space = load_space("default").model_copy(update={"granularity": granularity})
+        shared = [d for d in build_decisions(units, space, model) if {"embed", "head"} & set(d.units)]
+        assert len(shared) == 1
+        assert {"embed", "head"} <= set(shared[0].units)
+
+
+def test_a_rules_start_is_kept_by_the_decisions_that_share_it(small_vit: nn.Module) -> None:
+    starts = {d.name: d.start for d in decide(small_vit, "vit")}
+    block = "encoder.layers.encoder_layer_0..2"
+    assert starts[f"{block}.ln_1"] == starts["encoder.ln"] == starts["heads.head"] == "fp32"
+    assert starts[f"{block}.self_attention"] == starts[f"{block}.mlp.0"] == "fp16"
+    assert starts[f"{block}.dropout"] is None
 
 
 def test_what_a_unit_cannot_do_is_no_choice_and_keeps_its_reason() -> None:

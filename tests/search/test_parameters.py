@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -146,6 +147,16 @@ class TestKey:
         for policy, differs in ((BASELINES["fp32"], False), (BASELINES["autocast fp16"], True)):
             changed = policy.replace(grad_scaler=scaler)
             assert (self.parameters.key(policy) != self.parameters.key(changed)) is differs
+
+
+def test_where_the_space_states_a_familys_practice_it_is_a_warm_start() -> None:
+    parameters = make()
+    started = [replace(parameters.decisions[0], start="fp16"), *parameters.decisions[1:]]
+    names = [arm.name for arm in warm_starts(parameters)]
+    first, *others = warm_starts(replace(parameters, decisions=tuple(started)))
+    assert first.name == "practice of the family"
+    assert dict(first.policy.modules) == {"stem.conv": "fp16", "stem.bn": "fp16", "rnn": "fp32"}
+    assert [arm.name for arm in others] == names[1:]
 
 
 def test_warm_starts_are_half_everywhere_with_and_without_norms_and_head_and_the_published_recipe() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import UsageError
-from autoprec.search.space import builtin_spaces, choose_space, load_space
+from autoprec.search.space import Range, Rule, builtin_spaces, load_space
 
 
 def write(folder: Path, text: str) -> Path:
@@ -16,31 +16,45 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_three_spaces_come_with_autoprec() -> None:
-    assert sorted(builtin_spaces()) == ["cnn", "default", "transformer"]
+SPACES = ["bert", "cnn", "default", "gpt", "mlp", "resnet", "rnn", "speech", "transformer", "unet", "vit"]
 
 
-@pytest.mark.parametrize("name", ["cnn", "default", "transformer"])
+def test_a_space_for_each_family_comes_with_autoprec() -> None:
+    assert sorted(builtin_spaces()) == SPACES
+
+
+@pytest.mark.parametrize("name", SPACES)
 def test_each_builtin_space_loads_under_its_own_name_with_the_defaults_in_its_ranges(name: str) -> None:
     space = load_space(name)
     assert space.name == name
+    assert space.description
     assert space.grad_scaler.init_scale is not None
-    assert 65536.0 in (space.grad_scaler.init_scale.choices or [])
-    assert 32768.0 in (space.grad_scaler.init_scale.choices or [])
+    assert {32768.0, 65536.0} <= set(space.grad_scaler.init_scale.choices or [])
+    assert set(space.choices) == {"fp32", "autocast", "fp16"}
+    assert all(rule.optional for rule in space.rules)
 
 
-@pytest.mark.parametrize(
-    ("counts", "expected"),
-    [
-        ({"Conv2d": 53, "BatchNorm2d": 53, "Linear": 1}, "cnn"),
-        ({"Conv2d": 1, "MultiheadAttention": 12, "LayerNorm": 25, "Linear": 25}, "transformer"),
-        ({"Embedding": 1, "LayerNorm": 4, "Linear": 9}, "transformer"),
-        ({"Linear": 3, "ReLU": 2}, "default"),
-    ],
-    ids=["resnet", "vit", "decoder", "mlp"],
-)
-def test_the_space_is_chosen_by_the_structure_of_the_model(counts: dict[str, int], expected: str) -> None:
-    assert choose_space(counts).name == expected
+def test_what_a_space_inherits_is_laid_under_its_own(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        name = "mine"
+        inherits = "vit"
+        repeats = "separate"
+        [[rules]]
+        names = ["conv_proj"]
+        choices = ["fp32"]
+        reason = "mine"
+        [optimizer]
+        eps = { choices = [1e-8, 1e-5] }
+        """,
+    )
+    space, parent = load_space(path), load_space("vit")
+    assert (space.name, space.repeats, space.followers) == ("mine", "separate", parent.followers)
+    assert space.rules == [*parent.rules, Rule(names=["conv_proj"], choices=["fp32"], reason="mine")]
+    assert space.optimizer.eps == Range(choices=[1e-8, 1e-5])
+    assert space.optimizer.amsgrad == parent.optimizer.amsgrad
+    assert space.grad_scaler == parent.grad_scaler
 
 
 @pytest.mark.parametrize(
@@ -53,9 +67,31 @@ def test_the_space_is_chosen_by_the_structure_of_the_model(counts: dict[str, int
         ('name = "x"\n[optimizer]\neps = {low = 1e-6, high = 1e-8}', ["optimizer.eps", "not below"]),
         ('name = "x"\n[optimizer]\neps = {low = 1e-8}', ["optimizer.eps", "both `low` and `high`"]),
         ('name = "x"\n[[rules]]\nchoices = ["fp32"]\nreason = "r"', ["rules.0", "`names` or `types`"]),
+        ('name = "x"\ninherits = "vitt"', ["inherits", "vitt", "nearest: vit"]),
+        ('name = "x"\ninherit = "vit"', ["inherit", "nearest: inherits"]),
+        ('name = "x"\n[[rules]]\nnames = ["a"]\nreason = "r"', ["rules.0", "`choices` or `start`"]),
+        (
+            'name = "x"\n[[rules]]\nnames = ["a"]\nchoices = ["fp32"]\nstart = "fp16"\nreason = "r"',
+            ["rules.0", "none of `choices`"],
+        ),
+        ('name = "x"\n[[rules]]\nnames = ["a"]\nstart = "bf16"\nreason = "r"', ["starts from bf16"]),
         ("name = ", ["mine.toml", "not TOML"]),
     ],
-    ids=["key", "nested key", "missing choice", "wrong choice", "range", "half a range", "rule", "syntax"],
+    ids=[
+        "key",
+        "nested key",
+        "missing choice",
+        "wrong choice",
+        "range",
+        "half a range",
+        "rule",
+        "parent",
+        "inherit",
+        "empty rule",
+        "start",
+        "start outside",
+        "syntax",
+    ],
 )
 def test_a_wrong_file_is_refused_with_the_place_and_what_is_allowed(
     tmp_path: Path, text: str, words: list[str]
