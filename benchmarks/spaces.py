@@ -2,10 +2,10 @@
 
     python benchmarks/spaces.py [SPACE ...]
 
-Shares are of one training step at the target shape: predicted time, and computed bytes that the forward pass saves for
-the backward pass. A module's part is governed where a decision with a choice covers it. What the code between them saves
-(residual sums, concatenations) is governed as far as it is halved where the decisions go from FP32 to FP16. The loss is
-always in FP32 and is a part of what no decision governs.
+Shares are of one training step at the target shape: predicted time, and computed bytes that the forward pass saves
+for the backward pass. A module's part is governed where a decision with a choice covers it. What the code between them
+saves (residual sums, concatenations) is governed as far as it is halved where the decisions go from FP32 to FP16. The
+loss is always in FP32 and is a part of what no decision governs.
 """
 
 from __future__ import annotations
