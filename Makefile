@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 SEARCH ?= --model resnet50 --n-trials 8
 
-.PHONY: search test lint types pytest test-slow benchmarks clean
+.PHONY: search test lint types pytest test-families test-slow benchmarks clean
 
 search: $(VENV)/.installed
 	$(BIN)/autoprec search $(SEARCH)
@@ -21,6 +21,11 @@ types: $(VENV)/.installed-dev
 
 pytest: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS) --dist worksteal
+
+# Models of timm and transformers, whose packages the other tests do without.
+test-families: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[timm,hf]"
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/tasks/test_families.py
 
 # Heavier checks than the suite allows, and every figure that the documentation quotes.
 test-slow: $(VENV)/.installed-dev

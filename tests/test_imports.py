@@ -42,6 +42,8 @@ ALLOWED_IN = {
     "sklearn": {"tasks"},
     "mlxtend": {"tasks"},
     "aeon": {"tasks"},
+    "timm": {"tasks"},
+    "transformers": {"tasks"},
 }
 
 

@@ -38,19 +38,23 @@ class TaskOptions:
     ] = None
     model: Annotated[
         str,
-        option("A torchvision classification model, gpt-small, bert-small, lstm, gru, conv1d or mlp.", "--model"),
+        option(
+            "resnet50 or torchvision:NAME, timm:NAME, hf:ARCHITECTURE or hf:FOLDER; gpt-small, bert-small, lstm, gru, "
+            "conv1d or mlp.",
+            "--model",
+        ),
     ] = "resnet50"
     weights: Annotated[str | None, option("Start weights: DEFAULT or a file.", "--weights")] = None
     data: Annotated[
         str | None,
         option(
-            "digits, mnist, cifar10:PATH, cifar100:PATH or imagefolder:PATH; topics or text:PATH; japanese_vowels; "
-            "breast_cancer. What goes with the model.",
+            "digits, mnist, cifar10:PATH, cifar100:PATH or imagefolder:PATH; masks:PATH; topics or text:PATH; "
+            "japanese_vowels; breast_cancer. What goes with the model.",
             "--data",
         ),
     ] = None
-    image_size: Annotated[int | None, option("Pixels, in the trials; 32.", "--image-size")] = None
-    batch_size: Annotated[int, option("Batch of the trials.", "--batch-size")] = 32
+    image_size: Annotated[int | None, option("Pixels, in the trials; 32, segmentation 64.", "--image-size")] = None
+    batch_size: Annotated[int | None, option("Batch of the trials; 32, segmentation 8.", "--batch-size")] = None
     optimizer: Annotated[str, option("adamw, adam or sgd.", "--optimizer")] = "adamw"
     lr: Annotated[float, option("Learning rate.", "--lr")] = 1e-3
     seed: Annotated[int, option("Start weights, batch order and samples.", "--seed")] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +15,13 @@ from torch import nn
 from autoprec.errors import UsageError, did_you_mean
 from autoprec.tasks.epochs import EpochBatches
 from autoprec.tasks.protocol import TargetShape, Task
+from autoprec.tasks.settings import NamedSettings, check_data, optimizer_of
 from autoprec.tasks.small_networks import ByteTransformer, ConvolutionalClassifier, RecurrentClassifier, build_mlp
-from autoprec.tasks.source import TaskSource
 from autoprec.tasks.speech import NUM_FEATURES, NUM_SPEAKERS, SPEECH_NAMES, speech_batches
 from autoprec.tasks.tabular import NUM_COLUMNS, TABULAR_NAMES, tabular_batches
 from autoprec.tasks.text import NUM_BYTES, TEXT_NAMES, language_batches, load_text, topic_batches
 
-__all__ = ["SMALL_MODELS", "named_task"]
+__all__ = ["FAMILIES", "SMALL_MODELS", "named_task"]
 
 LENGTH = 128
 """Bytes of a text sample."""
@@ -46,98 +47,91 @@ def named_task(
     data: str | None = None,
     weights: str | None = None,
     image_size: int | None = None,
-    batch_size: int = 32,
+    batch_size: int | None = None,
     optimizer: str = "adamw",
     lr: float = 1e-3,
     seed: int = 0,
     target_image_size: int | None = None,
     target_batch_size: int = 128,
 ) -> Task:
-    """Describe the training of a model by name: one of torchvision's classifiers, or a small one for other data.
+    """Describe the training of a model by name; it picks what it is trained for, with data that comes along.
 
     Args:
-        model: torchvision's, or `gpt-small` and `bert-small` on text, `lstm`, `gru` and `conv1d` on speech, `mlp` on a
-            table.
+        model: `resnet50` or `torchvision:NAME` (classifiers and segmentation models), `timm:NAME`, `hf:ARCHITECTURE` or
+            `hf:FOLDER` (transformers); or `gpt-small` and `bert-small` on text, `lstm`, `gru` and `conv1d` on speech,
+            `mlp` on a table.
         data: None takes the first that goes with the model (`digits`, `topics`, `japanese_vowels`, `breast_cancer`).
-        image_size, target_image_size: for images alone; None takes 32 and 224.
-        weights, batch_size, optimizer, lr, seed, target_batch_size: as `vision_task`.
+        image_size, target_image_size: for images alone; None takes 32 (64 for segmentation) and 224.
+        batch_size: of the trials; None takes 32, for segmentation 8.
+        weights, optimizer, lr, seed, target_batch_size: as `vision_task`.
 
     Raises:
         UsageError: an unknown name, with the nearest; data or a setting that does not go with the model.
-        TaskError: the data or weights are missing or do not fit.
+        TaskError: the data or weights are missing or do not fit; a package that is not installed.
     """
-    from autoprec.tasks.networks import MODEL_NAMES
-    from autoprec.tasks.vision import vision_task
+    settings = NamedSettings(**locals()).filled()
+    family, colon, name = model.partition(":")
+    if colon and family not in FAMILIES:
+        allowed = ", ".join(f"{known}:" for known in FAMILIES)
+        raise UsageError(f"model {model!r}: {family!r} is none of {allowed}{did_you_mean(family, FAMILIES)}")
+    if colon:
+        return FAMILIES[family](name, settings)
+    return _small_task(settings) if model in SMALL_MODELS else _torchvision(model, settings)
 
+
+def _torchvision(model: str, settings: NamedSettings) -> Task:
+    from autoprec.tasks.networks import MODEL_NAMES, SEGMENTATION_NAMES
+
+    settings = dataclasses.replace(settings, model=model)  # with and without the prefix it is one study
+    if model in SEGMENTATION_NAMES:
+        from autoprec.tasks.segmentation import segmentation_task
+
+        return segmentation_task(model, settings, settings.source())
     if model in MODEL_NAMES:
-        _check_data(model, data, images=True)
-        return vision_task(
-            model,
-            weights=weights,
-            data=data or "digits",
-            image_size=32 if image_size is None else image_size,
-            batch_size=batch_size,
-            optimizer=optimizer,
-            lr=lr,
-            seed=seed,
-            target_image_size=224 if target_image_size is None else target_image_size,
-            target_batch_size=target_batch_size,
-        )
-    if model not in SMALL_MODELS:
-        raise UsageError(
-            f"model {model!r}: not one of torchvision's {len(MODEL_NAMES)} classification models and not"
-            f" {', '.join(SMALL_MODELS)}{did_you_mean(model, [*MODEL_NAMES, *SMALL_MODELS])}"
-        )
-    for name, value in (("weights", weights), ("image_size", image_size), ("target_image_size", target_image_size)):
-        if value is not None:
-            raise UsageError(f"{name} is {value!r}: {model} takes no images; leave it out")
-    _check_data(model, data, images=False)
-    return _small_task(model, data, batch_size, optimizer, lr, seed, target_batch_size)
+        from autoprec.tasks.vision import torchvision_task
+
+        return torchvision_task(model, settings, settings.source())
+    raise UsageError(
+        f"model {model!r}: not one of torchvision's {len(MODEL_NAMES)} classification and"
+        f" {len(SEGMENTATION_NAMES)} segmentation models and not {', '.join(SMALL_MODELS)}"
+        f"{did_you_mean(model, [*MODEL_NAMES, *SEGMENTATION_NAMES, *SMALL_MODELS])}; others: timm:NAME,"
+        " hf:ARCHITECTURE, hf:FOLDER"
+    )
 
 
-def _check_data(model: str, data: str | None, *, images: bool) -> None:
-    """Refuse data of another kind than the model's; names that are of no kind are left to the loaders."""
-    from autoprec.tasks.images import DATA_NAMES
+def _timm(model: str, settings: NamedSettings) -> Task:
+    from autoprec.tasks.timm_models import timm_task
 
-    if data is None:
-        return
-    own = DATA_NAMES if images else SMALL_MODELS[model].data
-    name = data.partition(":")[0]
-    takers = [small for small, kind in SMALL_MODELS.items() if name in _plain(kind.data)]
-    if name in _plain(own) or not (takers or name in _plain(DATA_NAMES)):
-        return
-    where = f"{', '.join(takers)}" if takers else "torchvision's models"
-    raise UsageError(f"data {name!r} does not go with {model} (allowed: {', '.join(own)}); it goes with {where}")
+    return timm_task(model, settings, settings.source())
 
 
-def _plain(names: Sequence[str]) -> list[str]:
-    return [name.partition(":")[0] for name in names]
+def _transformers(model: str, settings: NamedSettings) -> Task:
+    from autoprec.tasks.transformers_models import transformers_task
+
+    return transformers_task(model, settings, settings.source())
 
 
-def _small_task(
-    model: str, data: str | None, batch_size: int, optimizer: str, lr: float, seed: int, target_batch_size: int
-) -> Task:
-    from autoprec.tasks.vision import optimizer_of
+FAMILIES: dict[str, Callable[[str, NamedSettings], Task]] = {
+    "torchvision": _torchvision,
+    "timm": _timm,
+    "hf": _transformers,
+}
+"""What stands before the colon of a model's name."""
 
-    kind = SMALL_MODELS[model]
-    chosen, chosen_settings = optimizer_of(optimizer, lr)
-    if target_batch_size < 1:
-        raise UsageError(f"target_batch_size is {target_batch_size}; at least 1")
-    data = data or _plain(kind.data)[0]
-    train, held_out = kind.batches(data, batch_size, seed)
-    arguments = {
-        "model": model,
-        "data": data,
-        "batch_size": batch_size,
-        "optimizer": optimizer,
-        "lr": lr,
-        "seed": seed,
-        "target_batch_size": target_batch_size,
-    }
-    settings = {key: value for key, value in arguments.items() if key != "data"}
-    is_text = data.partition(":")[0] in _plain(TEXT_NAMES)
+
+def _small_task(settings: NamedSettings) -> Task:
+    settings.refuse("weights", "image_size", "target_image_size", why="takes no images and no start weights")
+    kind = SMALL_MODELS[settings.model]
+    check_data(settings.model, settings.data, kind.data)
+    settings = settings.filled(data=kind.data[0].partition(":")[0], batch_size=32)
+    assert settings.data is not None
+    assert settings.batch_size is not None
+    chosen, chosen_settings = optimizer_of(settings.optimizer, settings.lr)
+    train, held_out = kind.batches(settings.data, settings.batch_size, settings.seed)
+    name = settings.data.partition(":")[0]
+    about = {"data": name} | ({"data_digest": load_text(settings.data).digest} if kind.data == TEXT_NAMES else {})
     return Task(
-        name=model,
+        name=settings.model,
         model=kind.build,
         train_batches=train,
         eval_batches=held_out,
@@ -147,14 +141,12 @@ def _small_task(
         optimizer_settings=chosen_settings,
         max_grad_norm=1.0,
         target=TargetShape(
-            make_batch=partial(train.first, target_batch_size),
-            batch_size=target_batch_size,
-            description=f"{target_batch_size} x {kind.shape}",
+            make_batch=partial(train.first, settings.target_batch_size),
+            batch_size=settings.target_batch_size,
+            description=f"{settings.target_batch_size} x {kind.shape}",
         ),
-        settings=settings
-        | {"data": data.partition(":")[0]}
-        | ({"data_digest": load_text(data).digest} if is_text else {}),
-        source=TaskSource("named", arguments),
+        settings=settings.identity() | about,
+        source=settings.source(),
     )
 
 

@@ -19,8 +19,10 @@ from autoprec.errors import PrecisionWarning, TaskError, UsageError, did_you_mea
 
 __all__ = [
     "MODEL_NAMES",
+    "SEGMENTATION_NAMES",
     "auxiliary_weight",
     "build_network",
+    "build_segmentation_network",
     "check_image_size",
     "check_network_name",
     "load_start_weights",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 MODEL_NAMES = tuple(models.list_models(module=models))
+SEGMENTATION_NAMES = tuple(models.list_models(module=models.segmentation))
 
 SMALLEST_IMAGE = {"inception_v3": 299, "maxvit": 224, "alexnet": 63, "densenet": 29, "vgg": 32, "convnext": 32}
 """The smallest image, in pixels, that a training forward takes: found by trying each model. Others take 32 and less."""
@@ -80,6 +83,18 @@ def build_network(name: str, *, num_classes: int, image_size: int) -> nn.Module:
     if name.startswith("maxvit"):
         settings["input_size"] = (image_size, image_size)
     network: nn.Module = models.get_model(name, weights=None, num_classes=num_classes, **settings)
+    return network
+
+
+def build_segmentation_network(name: str, *, num_classes: int) -> nn.Module:
+    """Build one of torchvision's segmentation models with its own initialisation, no weights downloaded.
+
+    It has the auxiliary head of its pretrained weights, where it can have one.
+    """
+    auxiliary = {} if name.startswith("lraspp") else {"aux_loss": True}
+    network: nn.Module = models.get_model(
+        name, weights=None, weights_backbone=None, num_classes=num_classes, **auxiliary
+    )
     return network
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from autoprec.errors import TaskError, UsageError, did_you_mean
-from autoprec.tasks.epochs import HELD_OUT_SHARE, EpochBatches, check_batch_size
+from autoprec.tasks.epochs import EpochBatches, check_batch_size
+from autoprec.tasks.language import next_token_batches, split_document
 
 __all__ = ["NUM_BYTES", "PADDING", "TextData", "language_batches", "load_text", "topic_batches"]
 
@@ -23,7 +24,6 @@ PADDING = 256
 """The token behind a passage that is shorter than the longest of its batch; a model that sees it has 257 tokens."""
 
 TEXT_NAMES = ("topics", "text:PATH")
-LanguageBatch = tuple[torch.Tensor, torch.Tensor]
 TopicBatch = dict[str, torch.Tensor]
 
 
@@ -34,6 +34,10 @@ class TextData:
     name: str
     documents: dict[str, bytes]
     digest: str
+
+    def tokens(self) -> list[torch.Tensor]:
+        """Return each document's bytes, 1-D uint8."""
+        return [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in self.documents.values() if text]
 
 
 def load_text(data: str = "topics") -> TextData:
@@ -71,14 +75,7 @@ def language_batches(
     if length < 1:
         raise UsageError(f"length is {length}; at least 1")
     text = load_text(data)
-    parts = [_split(content) for content in text.documents.values()]
-    train = _windows([kept for kept, _ in parts], length, stride=max(1, length // 2))
-    held_out = _windows([left for _, left in parts], length, stride=length)
-    check_batch_size(batch_size, data=text.name, num_train=len(train), num_held_out=len(held_out))
-    return (
-        EpochBatches(_LanguageWindows(train), len(train), batch_size, shuffle=True),
-        EpochBatches(_LanguageWindows(held_out), len(held_out), batch_size, shuffle=False),
-    )
+    return next_token_batches(text.tokens(), data=text.name, length=length, batch_size=batch_size)
 
 
 def topic_batches(
@@ -101,7 +98,7 @@ def topic_batches(
     chosen = sorted(text.documents.values(), key=lambda content: (-len(content), content))[:num_topics]
     splits = []
     for part in (0, 1):
-        passages = [_passages(_split(content)[part], max_length) for content in chosen]
+        passages = [_passages(split_document(content)[part], max_length) for content in chosen]
         labels = [label for label, found in enumerate(passages) for _ in found]
         splits.append(_Passages([passage for found in passages for passage in found], torch.tensor(labels)))
     train, held_out = splits
@@ -135,22 +132,6 @@ def _is_shown(file: Path, folder: Path) -> bool:
     return file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
-def _split(content: bytes) -> tuple[bytes, bytes]:
-    """Return what comes before the last fifth of a document, and the last fifth."""
-    border = round(len(content) * (1 - HELD_OUT_SHARE))
-    return content[:border], content[border:]
-
-
-def _windows(parts: Sequence[bytes], length: int, *, stride: int) -> torch.Tensor:
-    """Return (windows, length + 1) uint8: overlapping by one byte, and more where the stride is shorter."""
-    found = [
-        torch.frombuffer(bytearray(part), dtype=torch.uint8).unfold(0, length + 1, stride)
-        for part in parts
-        if len(part) > length
-    ]
-    return torch.cat(found) if found else torch.empty(0, length + 1, dtype=torch.uint8)
-
-
 def _passages(content: bytes, max_length: int) -> list[bytes]:
     """Cut a text into runs of whole lines, up to `max_length` bytes; a longer line is a passage of its beginning."""
     passages: list[bytes] = []
@@ -162,15 +143,6 @@ def _passages(content: bytes, max_length: int) -> list[bytes]:
         current += line[: max_length - len(current)]
     passages.append(current)
     return [passage for passage in passages if passage.strip()]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _LanguageWindows:
-    windows: torch.Tensor
-
-    def __call__(self, indices: torch.Tensor) -> LanguageBatch:
-        picked = self.windows[indices].long()
-        return picked[:, :-1], picked[:, 1:]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

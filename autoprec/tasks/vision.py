@@ -1,7 +1,8 @@
-"""Image classification with torchvision's models by name: the task behind `autoprec search --model resnet50`."""
+"""Image classification: torchvision's models by name, and the task that every family of image models shares."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoprec.errors import UsageError, did_you_mean
-from autoprec.tasks.images import batches_of, load_images
+from autoprec.tasks.epochs import EpochBatches
+from autoprec.tasks.images import DATA_NAMES, batches_of, load_images
 from autoprec.tasks.networks import (
     auxiliary_weight,
     build_network,
@@ -21,18 +22,15 @@ from autoprec.tasks.networks import (
     weights_digest,
 )
 from autoprec.tasks.protocol import TargetShape, Task
+from autoprec.tasks.settings import NamedSettings, check_data, optimizer_of
 from autoprec.tasks.source import TaskSource
 
-__all__ = ["vision_task", "optimizer_of", "OPTIMIZERS"]
-
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-}
-OPTIMIZER_SETTINGS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9}}
+__all__ = ["BuildNetwork", "classification_task", "image_task", "vision_task"]
 
 ImageBatch = tuple[torch.Tensor, torch.Tensor]
+
+BuildNetwork = Callable[..., nn.Module]
+"""`build(num_classes=..., image_size=..., weights=...)` -> a fresh model; weights None is the model's own start."""
 
 
 def vision_task(
@@ -67,70 +65,110 @@ def vision_task(
     """
     arguments = dict(locals())
     check_network_name(model)
-    chosen, chosen_settings = optimizer_of(optimizer, lr)
-    sizes = [image_size, batch_size, target_image_size, target_batch_size]
-    if min(sizes) < 1:
-        raise UsageError(f"image and batch sizes are {sizes}; each at least 1")
-    check_image_size(model, image_size, setting="image_size")
-    check_image_size(model, target_image_size, setting="target_image_size")
-    images = load_images(data, seed=seed)
-    train, held_out = batches_of(images, image_size=image_size, batch_size=batch_size)
-    settings = {key: value for key, value in arguments.items() if key not in ("data", "weights")}
-    if weights is not None:
-        settings["weights"] = weights_digest(weights)
-    network = _Network(model, weights, images.num_classes, image_size)
-    target, _ = batches_of(images, image_size=target_image_size, batch_size=batch_size)
-    loss = _Loss(auxiliary_weight(model))
-    return Task(
-        name=model,
-        model=network,
-        train_batches=train,
-        eval_batches=held_out,
-        loss=loss,
-        metric=_accuracy,
-        evaluate=loss.evaluate,
-        optimizer=chosen,
-        optimizer_settings=chosen_settings,
-        target=TargetShape(
-            make_batch=partial(target.first, target_batch_size),
-            batch_size=target_batch_size,
-            description=f"{target_batch_size} x 3 x {target_image_size} x {target_image_size}",
-            model=_Network(model, None, images.num_classes, target_image_size),
-        ),
-        settings=settings | {"data": images.name, "data_digest": images.digest},
-        source=TaskSource("vision", arguments),
+    return torchvision_task(model, NamedSettings(**arguments), TaskSource("vision", arguments))
+
+
+def torchvision_task(model: str, settings: NamedSettings, source: TaskSource) -> Task:
+    """Describe the training of a classifier of torchvision's, as `vision_task` does."""
+    settings = settings.filled(image_size=32, target_image_size=224)
+    for setting in ("image_size", "target_image_size"):
+        check_image_size(model, getattr(settings, setting), setting=setting)
+    return classification_task(
+        settings, model=model, build=partial(_build, model), source=source, auxiliary_weight=auxiliary_weight(model)
     )
 
 
-def optimizer_of(optimizer: str, lr: float) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the class of an optimizer by name, and its settings.
+def _build(model: str, *, num_classes: int, image_size: int, weights: str | None) -> nn.Module:
+    network = build_network(model, num_classes=num_classes, image_size=image_size)
+    if weights is not None:
+        load_start_weights(network, weights, name=model)
+    return network
+
+
+def classification_task(
+    settings: NamedSettings,
+    *,
+    model: str,
+    build: BuildNetwork,
+    source: TaskSource,
+    auxiliary_weight: float = 0.0,
+    about: Mapping[str, Any] | None = None,
+) -> Task:
+    """Describe the training of a classifier of images; arguments as `image_task`.
 
     Raises:
-        UsageError: an unknown name, or a learning rate that is not positive.
+        UsageError: data that is no images, an unknown optimizer. TaskError: the data or weights are missing.
     """
-    if optimizer not in OPTIMIZERS:
-        raise UsageError(
-            f"optimizer {optimizer!r}; allowed: {', '.join(OPTIMIZERS)}{did_you_mean(optimizer, OPTIMIZERS)}"
-        )
-    if not 0 < lr < float("inf"):
-        raise UsageError(f"lr is {lr}; a positive number is needed")
-    return OPTIMIZERS[optimizer], {"lr": lr, **OPTIMIZER_SETTINGS.get(optimizer, {})}
+    check_data(settings.model, settings.data, DATA_NAMES)
+    settings = settings.filled(data="digits", batch_size=32, image_size=32, target_image_size=224)
+    assert settings.data is not None
+    images = load_images(settings.data, seed=settings.seed)
+    loss = _Loss(auxiliary_weight)
+    return image_task(
+        settings,
+        model=model,
+        build=partial(build, num_classes=images.num_classes),
+        batches=partial(batches_of, images),
+        judge=loss,
+        metric=_accuracy,
+        metric_name="accuracy",
+        source=source,
+        about={"data": images.name, "data_digest": images.digest, **(about or {})},
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Network:
-    """Builds the model of the task, fresh each time."""
+def image_task(
+    settings: NamedSettings,
+    *,
+    model: str,
+    build: BuildNetwork,
+    batches: Callable[..., tuple[EpochBatches, EpochBatches]],
+    judge: Any,
+    metric: Callable[[nn.Module, Any], torch.Tensor],
+    metric_name: str,
+    source: TaskSource,
+    about: Mapping[str, Any],
+) -> Task:
+    """Describe a training on images.
 
-    name: str
-    weights: str | None
-    num_classes: int
-    image_size: int
+    Args:
+        settings: with every size filled in.
+        model: the task's name.
+        build: called with `image_size` and `weights`.
+        batches: called with `image_size` and `batch_size`; gives the training and held-out batches.
+        judge: the loss; its `evaluate` gives loss and metric from one forward.
+        about: what else decides the numbers, as JSON values.
 
-    def __call__(self) -> nn.Module:
-        network = build_network(self.name, num_classes=self.num_classes, image_size=self.image_size)
-        if self.weights is not None:
-            load_start_weights(network, self.weights, name=self.name)
-        return network
+    Raises:
+        UsageError, TaskError: an unknown optimizer, or weights that are missing.
+    """
+    chosen, chosen_settings = optimizer_of(settings.optimizer, settings.lr)
+    train, held_out = batches(image_size=settings.image_size, batch_size=settings.batch_size)
+    target, _ = batches(image_size=settings.target_image_size, batch_size=settings.batch_size)
+    identity = settings.identity() | dict(about)
+    if settings.weights is not None:
+        identity["weights"] = weights_digest(settings.weights)
+    size = settings.target_image_size
+    return Task(
+        name=model,
+        model=partial(build, image_size=settings.image_size, weights=settings.weights),
+        train_batches=train,
+        eval_batches=held_out,
+        loss=judge,
+        metric=metric,
+        evaluate=judge.evaluate,
+        metric_name=metric_name,
+        optimizer=chosen,
+        optimizer_settings=chosen_settings,
+        target=TargetShape(
+            make_batch=partial(target.first, settings.target_batch_size),
+            batch_size=settings.target_batch_size,
+            description=f"{settings.target_batch_size} x 3 x {size} x {size}",
+            model=partial(build, image_size=size, weights=None),
+        ),
+        settings=identity,
+        source=source,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +188,8 @@ class _Loss:
         return self._of_outputs(outputs, labels), _share_correct(outputs, labels)
 
     def _of_outputs(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-        if isinstance(outputs, torch.Tensor):
-            return F.cross_entropy(outputs, labels)
+        if not isinstance(outputs, tuple):
+            return F.cross_entropy(_logits(outputs), labels)
         losses = [F.cross_entropy(head, labels) for head in outputs if head is not None]
         total: torch.Tensor = losses[0] + self.auxiliary_weight * sum(losses[1:])
         return total
@@ -163,5 +201,11 @@ def _accuracy(model: nn.Module, batch: ImageBatch) -> torch.Tensor:
 
 
 def _share_correct(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-    logits = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
-    return (logits.argmax(1) == labels).float().mean()
+    return (_logits(outputs).argmax(1) == labels).float().mean()
+
+
+def _logits(outputs: Any) -> torch.Tensor:
+    """Return the logits of the main head: a tensor, the first of a tuple, or `logits` of transformers."""
+    if isinstance(outputs, tuple):
+        outputs = outputs[0]
+    return outputs if isinstance(outputs, torch.Tensor) else outputs.logits

@@ -1,4 +1,4 @@
-"""One small model of each torchvision family under a random policy; benchmarks/torchvision_models.py tries them all."""
+"""One small model of each torchvision family under a random policy; benchmarks/named_models.py tries them all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-import torchvision_models
+import named_models
 
 QUICK = ("squeezenet1_1", "resnet18", "shufflenet_v2_x0_5", "mnasnet0_5", "mobilenet_v3_small")
 SLOW = (
@@ -21,7 +21,7 @@ SLOW = (
 @pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_random_policy_trains_evaluates_and_leaves_no_trace(name: str) -> None:
-    result = torchvision_models.try_model(name)
+    result = named_models.try_model(name)
     assert result.problem == ""
     if not name.startswith("swin_v2"):  # its F.normalize divides by 0 in half
         assert result.loss == pytest.approx(result.bare_loss, abs=1.0)
