@@ -6,6 +6,7 @@ The public names load on first use, so that `import autoprec` and the command li
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from autoprec.tasks import Task
 
 __version__ = "0.1.0"
+
+logging.getLogger("autoprec").addHandler(logging.NullHandler())  # silent unless the program that uses it listens
 
 __all__ = [
     "Policy",

@@ -1,6 +1,7 @@
 """Install a precision policy on any model, exactly and reversibly; build its optimizer and grad scaler."""
 
 from autoprec.apply.checkpointing import checkpoint_modules, remove_checkpointing
+from autoprec.apply.fit import PolicyFit, check_fit
 from autoprec.apply.install import applied_policy, apply_policy, remove_policy, suspend_policy
 from autoprec.apply.optimizers import IMPLEMENTATIONS, build_grad_scaler, build_optimizer
 from autoprec.apply.plan import describe_model
@@ -9,11 +10,13 @@ from autoprec.apply.training_options import apply_training_options, set_tf32
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "PolicyFit",
     "applied_policy",
     "apply_policy",
     "apply_training_options",
     "build_grad_scaler",
     "build_optimizer",
+    "check_fit",
     "checkpoint_modules",
     "describe_model",
     "read_structure",

@@ -10,7 +10,7 @@ from torch import nn
 from autoprec.errors import ApplyError, PrecisionWarning
 from autoprec.policy import Policy
 
-__all__ = ["check_device", "warn_of_differences", "has_native_bf16"]
+__all__ = ["check_device", "differences_from", "warn_of_differences", "has_native_bf16"]
 
 
 def has_native_bf16(device: torch.device) -> bool:
@@ -39,9 +39,17 @@ def check_device(model: nn.Module, policy: Policy) -> None:
 
 def warn_of_differences(model: nn.Module, policy: Policy) -> None:
     """Warn once, with a list of what differs from the provenance of the policy."""
+    differences = differences_from(policy, model)
+    if differences:
+        message = f"the policy was found elsewhere: {'; '.join(differences)}; verify it here before a long run"
+        warnings.warn(message, PrecisionWarning, stacklevel=4)
+
+
+def differences_from(policy: Policy, model: nn.Module) -> list[str]:
+    """List where the device of `model` and torch here differ from the policy's provenance: "torch 2.12 -> 2.14"."""
     found = policy.provenance
     if found is None:
-        return
+        return []
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     differences = []
     if found.device_type is not None and found.device_type != device.type:
@@ -51,9 +59,7 @@ def warn_of_differences(model: nn.Module, policy: Policy) -> None:
     torch_then = found.versions.get("torch")
     if torch_then is not None and _minor(torch_then) != _minor(torch.__version__):
         differences.append(f"torch {torch_then} -> {torch.__version__}")
-    if differences:
-        message = f"the policy was found elsewhere: {'; '.join(differences)}; verify it here before a long run"
-        warnings.warn(message, PrecisionWarning, stacklevel=4)
+    return differences
 
 
 def _minor(version: str) -> tuple[str, ...]:

@@ -25,9 +25,8 @@ def _choose(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the policy to this file.")] = None,
     format: Annotated[str, typer.Option("--format", help="text or json.")] = "text",
 ) -> None:
-    from rich.markup import escape
-
     from autoprec.policy import load_policy
+    from autoprec.report.escaping import escaped
     from autoprec.report.front import front_table
     from autoprec.search.export import rechosen_policy
     from autoprec.search.front import read_front
@@ -46,7 +45,7 @@ def _choose(
     else:
         console = open_console()
         console.print(front_table(front, chosen=choice.name))
-        console.print(escape(choice.sentence), soft_wrap=True)
+        console.print(escaped(choice.sentence), soft_wrap=True)
         if output is not None:
-            console.print(escape(f"written: {output}"), soft_wrap=True)
+            console.print(escaped(f"written: {output}"), soft_wrap=True)
     raise typer.Exit(INCONCLUSIVE if choice.kind == "inconclusive" else 0)

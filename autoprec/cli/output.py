@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from autoprec.cli.logs import is_quiet
 from autoprec.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["FORMATS", "INCONCLUSIVE", "INTERRUPTED", "WORSE", "check_format", "open_console", "parse_memory"]
+    from autoprec.policy import Policy
+
+__all__ = [
+    "FORMATS",
+    "INCONCLUSIVE",
+    "INTERRUPTED",
+    "NO_FIT",
+    "POLICY_FILE",
+    "WORSE",
+    "check_format",
+    "open_console",
+    "parse_memory",
+    "print_json",
+    "read_policy",
+]
 
 WORSE = 1
 INCONCLUSIVE = 3
+NO_FIT = 4
 INTERRUPTED = 130
 
+POLICY_FILE = "policy.json"
+"""What the folder of a search calls its policy."""
 FORMATS = ("text", "json")
 PLAIN_WIDTH = 120
 """Width of tables where the output is not a terminal."""
@@ -27,14 +47,33 @@ def check_format(name: str) -> None:
         raise UsageError(f"format {name!r}; allowed: {', '.join(FORMATS)}{did_you_mean(name, FORMATS)}")
 
 
-def open_console(*, to_stderr: bool = False) -> Console:
-    """Return a console that colours nothing by itself."""
+def open_console(*, to_stderr: bool = False, for_progress: bool = False) -> Console:
+    """Return a console that colours nothing by itself; one for progress is silent under `-q`."""
     from rich.console import Console
 
-    console = Console(stderr=to_stderr, highlight=False, emoji=False)
+    quiet = for_progress and is_quiet()
+    console = Console(stderr=to_stderr, highlight=False, emoji=False, quiet=quiet)
     if not console.is_terminal:
-        console = Console(stderr=to_stderr, highlight=False, emoji=False, width=PLAIN_WIDTH)
+        console = Console(stderr=to_stderr, highlight=False, emoji=False, quiet=quiet, width=PLAIN_WIDTH)
     return console
+
+
+def read_policy(place: Path) -> Policy:
+    """Read a policy file, or the policy in the folder of a search.
+
+    Raises:
+        PolicyError: no such file, or no policy.
+    """
+    from autoprec.policy import load_policy
+
+    return load_policy(place / POLICY_FILE if place.is_dir() else place)
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Print one strict JSON document on stdout."""
+    import json
+
+    print(json.dumps(document, indent=2, allow_nan=False))
 
 
 MEMORY_UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}

@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
-from rich.markup import escape
 from rich.status import Status
 
+from autoprec.report.escaping import escaped
 from autoprec.report.quantities import show_accuracy, show_bytes, show_duration, show_throughput
 from autoprec.search.arms import FP32
 from autoprec.search.events import Events
@@ -61,7 +61,7 @@ class ProofProgress(Events):
         self._line(f"[proof {self._num_done}/{self._num_runs}] {arm}, seed {seed}: {ending}")
 
     def _line(self, text: str) -> None:
-        self._console.print(escape(text), soft_wrap=True)
+        self._console.print(escaped(text), soft_wrap=True)
 
 
 class Progress(ProofProgress):
@@ -105,7 +105,7 @@ class Progress(ProofProgress):
     def _live(self, text: str) -> None:
         if self._status is not None:
             elapsed = show_duration(time.monotonic() - self._started)
-            self._status.update(escape(f"{text} ({elapsed}; best so far {self._best()})"))
+            self._status.update(escaped(f"{text} ({elapsed}; best so far {self._best()})"))
 
 
 def _candidate(record: TrialRecord) -> Candidate:

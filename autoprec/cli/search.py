@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoprec.cli.output import INCONCLUSIVE, INTERRUPTED, check_format, open_console, parse_memory
+from autoprec.cli.output import INCONCLUSIVE, INTERRUPTED, check_format, open_console, parse_memory, print_json
 from autoprec.cli.task_options import TaskOptions, option, takes_task
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _run(plan: SearchPlan, *, trial_timeout: float, to_stderr: bool) -> SearchRe
     from autoprec.search.measuring import open_measure
     from autoprec.search.pipeline import run_search
 
-    console = open_console(to_stderr=to_stderr)
+    console = open_console(to_stderr=to_stderr, for_progress=True)
     _announce(plan, console)
     with (
         Progress(console, plan) as progress,
@@ -94,9 +94,8 @@ def _run(plan: SearchPlan, *, trial_timeout: float, to_stderr: bool) -> SearchRe
 
 
 def _announce(plan: SearchPlan, console: Console) -> None:
-    from rich.markup import escape
-
     from autoprec.cli.progress import forecast
+    from autoprec.report.escaping import escaped
     from autoprec.search.arms import BASELINES
 
     settings, proof, parameters = plan.settings, plan.settings.proof, plan.parameters
@@ -121,15 +120,12 @@ def _announce(plan: SearchPlan, console: Console) -> None:
         *(f"note      {note}" for note in plan.notes),
     ]
     for line in lines:
-        console.print(escape(line), soft_wrap=True)
+        console.print(escaped(line), soft_wrap=True)
 
 
 def _report(result: SearchResult, *, format: str) -> None:
-    import json
-
-    from rich.markup import escape
-
     from autoprec.cli.progress import print_margin
+    from autoprec.report.escaping import escaped
     from autoprec.report.tables import comparison_table
     from autoprec.search.export import arm_evidence
 
@@ -151,10 +147,10 @@ def _report(result: SearchResult, *, format: str) -> None:
             "arms": {name: arm.model_dump(mode="json", exclude_none=True) for name, arm in arms.items()},
             "files": files,
         }
-        print(json.dumps(document, indent=2, allow_nan=False))
+        print_json(document)
         return
     console = open_console()
     console.print(comparison_table(arms, title=f"{result.plan.task.name} on {result.plan.target}"))
     print_margin(console, result.verification)
-    console.print(escape(result.choice.sentence), soft_wrap=True)
-    console.print(escape(f"written: {', '.join(files)}"), soft_wrap=True)
+    console.print(escaped(result.choice.sentence), soft_wrap=True)
+    console.print(escaped(f"written: {', '.join(files)}"), soft_wrap=True)

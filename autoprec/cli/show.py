@@ -1,4 +1,4 @@
-"""`autoprec show FILE`: what a policy or a front says, and what stands behind it."""
+"""`autoprec show FILE`: what a policy or a front says, and what stands behind it: numbers, evidence, the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from autoprec.cli.output import check_format, open_console
+from autoprec.cli.output import POLICY_FILE, check_format, open_console, print_json
+from autoprec.errors import UsageError
 
 __all__ = ["register"]
 
@@ -17,18 +18,31 @@ def register(app: typer.Typer) -> None:
 
 
 def _show(
-    file: Annotated[Path, typer.Argument(help="A policy.json, a front.json, or the folder of a search.")],
+    file: Annotated[Path | None, typer.Argument(help="A policy.json, a front.json, or the folder of a search.")] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a policy instead.")] = False,
     format: Annotated[str, typer.Option("--format", help="text or json.")] = "text",
 ) -> None:
     check_format(format)
+    if schema == (file is not None):
+        raise UsageError("show takes a file or folder, or --schema: one of the two")
+    if file is None:
+        _show_schema()
+        return
     if file.is_dir():
         _show_front(file / "front.json", format=format)
         if format == "text":
-            _show_policy(file / "policy.json", format=format)
+            _show_policy(file / POLICY_FILE, format=format)
     elif _is_front(file):
         _show_front(file, format=format)
     else:
         _show_policy(file, format=format)
+
+
+def _show_schema() -> None:
+    from autoprec.policy import Policy
+
+    schema = "https://json-schema.org/draft/2020-12/schema"
+    print_json({"$schema": schema, **Policy.model_json_schema()})
 
 
 def _is_front(path: Path) -> bool:
@@ -46,8 +60,7 @@ def _is_front(path: Path) -> bool:
 
 
 def _show_front(path: Path, *, format: str) -> None:
-    from rich.markup import escape
-
+    from autoprec.report.escaping import escaped
     from autoprec.report.front import front_table
     from autoprec.search.front import read_front
 
@@ -57,13 +70,12 @@ def _show_front(path: Path, *, format: str) -> None:
         return
     console = open_console()
     console.print(front_table(front))
-    console.print(escape(front.sentence), soft_wrap=True)
+    console.print(escaped(front.sentence), soft_wrap=True)
 
 
 def _show_policy(path: Path, *, format: str) -> None:
-    from rich.markup import escape
-
     from autoprec.policy import load_policy
+    from autoprec.report.escaping import escaped
     from autoprec.report.tables import comparison_table, evidence_lines, unit_tree
 
     found = load_policy(path)
@@ -72,9 +84,9 @@ def _show_policy(path: Path, *, format: str) -> None:
         return
     console = open_console()
     if found.recommendation is not None:
-        console.print(escape(found.recommendation.sentence), soft_wrap=True)
+        console.print(escaped(found.recommendation.sentence), soft_wrap=True)
     for line in evidence_lines(found):
-        console.print(escape(line), soft_wrap=True)
+        console.print(escaped(line), soft_wrap=True)
     if found.evidence is not None and found.evidence.arms:
         console.print(comparison_table(found.evidence.arms))
     console.print(unit_tree(found, title=found.model.name if found.model is not None else path.name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["TaskOptions", "option", "takes_task"]
 
 
-def option(text: str, *names: str) -> Any:
-    """Return a command-line option called `names` with its help."""
-    return typer.Option(*names, help=text, show_default=True)
+def option(text: str, *names: str, min: float | None = None) -> Any:
+    """Return a command-line option called `names` with its help; a number below `min` is refused."""
+    return typer.Option(*names, help=text, show_default=True, min=min)
 
 
 TRAINING_OPTIONS = ("accumulation_steps", "checkpoint", "channels_last", "tf32", "optimizer_implementation")
@@ -128,20 +128,25 @@ NOT_ONLY_NAMED = ("task", "seed", "device", "gpu", "compile", "compile_backend",
 """Options that also go with a task of one's own; the others describe one of the tasks by name."""
 
 
-def _refuse_named_options(context: typer.Context) -> None:
-    named = [field.name for field in dataclasses.fields(TaskOptions) if field.name not in NOT_ONLY_NAMED]
+def _refuse_named_options(context: typer.Context, without: Collection[str]) -> None:
+    kept = {*NOT_ONLY_NAMED, *without}
+    named = [field.name for field in dataclasses.fields(TaskOptions) if field.name not in kept]
     given = [name for name in named if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
     if given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UsageError(f"{options}: not with --task, whose function decides this (model, batches, optimizer, target)")
 
 
-def takes_task(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command, whose first parameter is a `TaskOptions`, take each field of it as an option of its own."""
+def takes_task(command: Callable[..., None], *, without: Collection[str] = ()) -> Callable[..., None]:
+    """Let a command, whose first parameter is a `TaskOptions`, take each field of it as an option of its own.
+
+    Fields in `without` are not offered and keep their defaults; the command may have an option of that name itself.
+    """
     hints = get_type_hints(TaskOptions, include_extras=True)
     options = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
         for f in dataclasses.fields(TaskOptions)
+        if f.name not in without
     ]
     own_hints = get_type_hints(command, include_extras=True)
     own = [
@@ -152,7 +157,7 @@ def takes_task(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def with_task(context: typer.Context, **values: Any) -> None:
         if values["task"] is not None:
-            _refuse_named_options(context)
+            _refuse_named_options(context, without)
         task = TaskOptions(**{option.name: values.pop(option.name) for option in options})
         command(task, **values)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoprec.cli.output import INCONCLUSIVE, INTERRUPTED, WORSE, check_format, open_console
+from autoprec.cli.output import INCONCLUSIVE, INTERRUPTED, WORSE, check_format, open_console, print_json
 from autoprec.cli.task_options import TaskOptions, option, takes_task
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _prove(path: Path, task: TaskOptions, settings: dict[str, Any], *, to_stderr
     trained = task.build_task(found.training)
     workers = default_num_workers(trained, trial.device)
     with (
-        ProofProgress(open_console(to_stderr=to_stderr)) as progress,
+        ProofProgress(open_console(to_stderr=to_stderr, for_progress=True)) as progress,
         open_measure(trained, timeout_seconds=settings.pop("trial_timeout"), num_workers=workers) as measure,
     ):
         where: dict[str, Any] = {"device": trial.device, "gpu": trial.gpu, "seed": trial.seed}
@@ -82,11 +82,8 @@ def _prove(path: Path, task: TaskOptions, settings: dict[str, Any], *, to_stderr
 
 
 def _report(proof: PolicyProof, *, format: str, written: str | None) -> None:
-    import json
-
-    from rich.markup import escape
-
     from autoprec.cli.progress import print_margin
+    from autoprec.report.escaping import escaped
     from autoprec.report.tables import comparison_table, gate_lines
 
     if format == "json":
@@ -112,13 +109,13 @@ def _report(proof: PolicyProof, *, format: str, written: str | None) -> None:
             ],
             "notes": list(proof.gate.notes),
         }
-        print(json.dumps(document, indent=2, allow_nan=False))
+        print_json(document)
         return
     console = open_console()
     console.print(comparison_table(proof.arms, title=f"{proof.task_name} on {proof.target}"))
     print_margin(console, proof.verification)
     for line in gate_lines(proof.gate):
-        console.print(escape(line), soft_wrap=True)
-    console.print(escape(proof.sentence), soft_wrap=True)
+        console.print(escaped(line), soft_wrap=True)
+    console.print(escaped(proof.sentence), soft_wrap=True)
     if written is not None:
-        console.print(escape(f"written: {written}"), soft_wrap=True)
+        console.print(escaped(f"written: {written}"), soft_wrap=True)

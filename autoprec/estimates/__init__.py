@@ -1,5 +1,6 @@
 """Memory computed and throughput predicted, without running: one training step under fake tensors, and a roofline."""
 
+from autoprec.estimates.budget import Estimate, Remedy, find_remedies, largest_batch
 from autoprec.estimates.gpus import GPUS, Gpu, gpu_by_name
 from autoprec.estimates.memory import MemoryBreakdown, peak_memory
 from autoprec.estimates.recording import StepRecording, record_step
@@ -10,15 +11,19 @@ from autoprec.estimates.step import StepEstimate, estimate_step, real_peak
 __all__ = [
     "GPUS",
     "RATIO_ERROR",
+    "Estimate",
     "Gpu",
     "MemoryBreakdown",
+    "Remedy",
     "Roofline",
     "StepEstimate",
     "StepRecording",
     "StepSettings",
     "StepTime",
     "estimate_step",
+    "find_remedies",
     "gpu_by_name",
+    "largest_batch",
     "peak_memory",
     "predict_time",
     "real_peak",

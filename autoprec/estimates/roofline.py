@@ -14,7 +14,7 @@ from autoprec.estimates.gpus import Gpu
 from autoprec.estimates.operations import Operation
 from autoprec.estimates.recording import StepRecording
 
-__all__ = ["RATIO_ERROR", "Roofline", "StepTime", "predict_time"]
+__all__ = ["RATIO_ERROR", "Roofline", "StepTime", "padding", "predict_time"]
 
 RATIO_ERROR = 0.4
 """Largest relative error of a predicted ratio of mixed precision to FP32 or TF32 beside the published ones
@@ -52,13 +52,13 @@ class Roofline:
         moving = operation.num_bytes / bandwidth
         launching = operation.num_launches * self.launch_seconds
         precision = self._precision(operation.dtype, gpu)
-        padding = _padding(operation.dims, _ALIGNMENT[precision])
+        factor = padding(operation.dims, _ALIGNMENT[precision])
         ordinary = max(moving, self._products(operation.flops, gpu, "fp32"))
         if not operation.flops or precision == "fp32":
             return ordinary + launching
         relayout = operation.layout_bytes / bandwidth
-        padded = max(moving, self._products(operation.flops * padding, gpu, precision)) + relayout
-        return (min(padded, ordinary) if padding >= _MUCH_PADDING else padded) + launching
+        padded = max(moving, self._products(operation.flops * factor, gpu, precision)) + relayout
+        return (min(padded, ordinary) if factor >= _MUCH_PADDING else padded) + launching
 
     def _products(self, flops: float, gpu: Gpu, precision: str) -> float:
         return flops / (_peak(gpu, precision) * 1e12 * self.compute_share)
@@ -115,5 +115,6 @@ def _peak(gpu: Gpu, precision: str) -> float:
     return peaks[precision] or gpu.fp32_tflops
 
 
-def _padding(dims: tuple[int, ...], alignment: int) -> float:
+def padding(dims: tuple[int, ...], alignment: int) -> float:
+    """Return how many times the work of a product tensor cores do when each size is padded to `alignment`."""
     return math.prod(math.ceil(size / alignment) * alignment / size for size in dims)

@@ -1,5 +1,6 @@
 """A precision policy: a frozen value with a JSON form that is data and runs nothing. Imports no torch."""
 
+from autoprec.policy.difference import PolicyDifference, compare_policies, known_precisions
 from autoprec.policy.evidence import (
     PRECISIONS,
     ArmEvidence,
@@ -20,7 +21,7 @@ from autoprec.policy.evidence import (
     VerificationEvidence,
 )
 from autoprec.policy.files import write_atomically
-from autoprec.policy.precedence import is_glob, resolve_precisions
+from autoprec.policy.precedence import is_glob, parents_of, resolve_precisions
 from autoprec.policy.values import SCHEMA_VERSION, Policy, content_hash, load_policy
 
 __all__ = [
@@ -37,15 +38,19 @@ __all__ = [
     "OptimizerImplementation",
     "OptimizerSettings",
     "Policy",
+    "PolicyDifference",
     "Precision",
     "Provenance",
     "Recommendation",
     "TrainingOptions",
     "UnitEvidence",
     "VerificationEvidence",
+    "compare_policies",
     "content_hash",
     "is_glob",
+    "known_precisions",
     "load_policy",
+    "parents_of",
     "resolve_precisions",
     "write_atomically",
 ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -22,11 +22,21 @@ if TYPE_CHECKING:
     from autoprec.policy.evidence import Precision
     from autoprec.policy.values import Policy
 
-__all__ = ["is_glob", "resolve_precisions"]
+__all__ = ["is_glob", "parents_of", "resolve_precisions"]
 
 
 def is_glob(rule: str) -> bool:
     return any(character in rule for character in "*?[")
+
+
+def parents_of(names: Iterable[str]) -> dict[str, str | None]:
+    """Return each dotted name, and every module above it, with the name of the module it lives in; parents first."""
+    parents: dict[str, str | None] = {"": None}
+    for name in names:
+        parts = name.split(".") if name else []
+        for count in range(1, len(parts) + 1):
+            parents.setdefault(".".join(parts[:count]), ".".join(parts[: count - 1]))
+    return parents
 
 
 def resolve_precisions(

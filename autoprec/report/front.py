@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rich.markup import escape
 from rich.table import Table
 
 from autoprec.policy import Number
+from autoprec.report.escaping import escaped
 from autoprec.report.quantities import show_accuracy, show_bytes, show_ratio_number, show_throughput
 from autoprec.search.front import Front, Member
 
@@ -14,7 +14,7 @@ __all__ = ["front_table"]
 
 def front_table(front: Front, *, chosen: str | None = None) -> Table:
     """Return one row a policy; `chosen` marks another one than the front recommends."""
-    table = Table(title=escape(f"{front.task} on {front.target}"), title_justify="left")
+    table = Table(title=escaped(f"{front.task} on {front.target}"), title_justify="left")
     table.add_column("")
     for name in ("peak memory", "throughput", "accuracy", "proof", "picks"):
         table.add_column(name, justify="right")
@@ -23,7 +23,7 @@ def front_table(front: Front, *, chosen: str | None = None) -> Table:
         if member.name == (chosen or front.recommended):
             picks.insert(0, "chosen" if chosen else "recommended")
         table.add_row(
-            escape(member.name),
+            escaped(member.name),
             _cell(show_bytes(member.numbers.get("peak_memory_bytes")), member, "peak_memory_bytes"),
             _cell(
                 show_throughput(member.numbers.get("throughput_samples_per_second")),
@@ -47,12 +47,12 @@ def _accuracy(member: Member) -> str:
     if number is None:
         return "-"
     interval = "" if number.low is None or number.high is None else f"[{number.low:.4f}, {number.high:.4f}]"
-    return "\n".join(part for part in (show_accuracy(number), escape(interval), _kind(number)) if part)
+    return "\n".join(part for part in (show_accuracy(number), escaped(interval), _kind(number)) if part)
 
 
 def _proof(member: Member) -> str:
     if member.outcome != "ok":
-        return escape(member.outcome)
+        return escaped(member.outcome)
     return "not verified" if member.proof is None else member.proof.verdict
 
 

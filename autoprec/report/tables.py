@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
-from autoprec.policy import ArmEvidence, Number, Policy
+from autoprec.policy import ArmEvidence, Number, Policy, PolicyDifference, UnitEvidence, is_glob, known_precisions
+from autoprec.report.escaping import escaped
 from autoprec.report.quantities import show_accuracy, show_bytes, show_ratio, show_ratio_number, show_throughput
 from autoprec.search.gate import Gate
 
-__all__ = ["comparison_table", "unit_tree", "evidence_lines", "gate_lines"]
+__all__ = ["comparison_table", "difference_table", "unit_tree", "evidence_lines", "gate_lines"]
 
 ROWS: tuple[tuple[str, str, str, Callable[[Number | None], str]], ...] = (
     ("peak memory", "peak_memory_bytes", "memory_ratio", show_bytes),
@@ -27,10 +27,10 @@ OPTIONAL = ("throughput_tokens_per_second",)
 
 def comparison_table(arms: Mapping[str, ArmEvidence], *, reference: str = "fp32", title: str | None = None) -> Table:
     """Return one column an arm; each number with its ratio to the reference and its kind."""
-    table = Table(title=None if title is None else escape(title), title_justify="left")
+    table = Table(title=None if title is None else escaped(title), title_justify="left")
     table.add_column("")
     for name in arms:
-        table.add_column(escape(name), justify="right")
+        table.add_column(escaped(name), justify="right")
     base = arms.get(reference)
     for label, field, ratio_field, show in ROWS:
         if field in OPTIONAL and all(getattr(evidence, field) is None for evidence in arms.values()):
@@ -44,29 +44,80 @@ def comparison_table(arms: Mapping[str, ArmEvidence], *, reference: str = "fp32"
             kind = "" if number is None else number.kind
             cells.append("\n".join(part for part in (f"{show(number)} {ratio}".strip(), kind) if part))
         table.add_row(label, *cells)
-    table.add_row("proof", *(escape(evidence.note.partition(":")[0]) for evidence in arms.values()))
+    table.add_row("proof", *(escaped(evidence.note.partition(":")[0]) for evidence in arms.values()))
     return table
 
 
 def unit_tree(policy: Policy, *, title: str) -> Tree:
-    """Return the units of the policy's evidence, or its rules where it has none, as a tree of module names."""
-    tree = Tree(escape(title))
+    """Return the model as a tree of module names: each unit's precision, its reason, and what stands behind it.
+
+    The modules are those that the policy remembers of its model and those its evidence or rules name.
+    """
+    tree = Tree(escaped(title))
     units = policy.evidence.units if policy.evidence is not None else {}
-    lines = (
-        {name: f"{unit.precision}  {unit.reason}".rstrip() for name, unit in units.items()}
-        if units
-        else {rule: str(precision) for rule, precision in policy.modules.items()}
-    )
+    known = known_precisions(policy)
+    if policy.model is None:
+        known |= {rule: (precision, rule) for rule, precision in policy.modules.items() if is_glob(rule)}
     branches: dict[str, Tree] = {"": tree}
-    for name, text in lines.items():
-        _branch(branches, name.rpartition(".")[0]).add(f"[bold]{escape(name.rpartition('.')[2])}[/]  {escape(text)}")
+    for name in dict.fromkeys([*units, *known]):
+        unit = units.get(name)
+        precision, rule = known[name] if unit is None else (unit.precision, name)
+        text = _because(rule, name) if unit is None else "  ".join(filter(None, [unit.reason, _figures(unit)]))
+        _put(branches, name, f"[bold]{escaped(name.rpartition('.')[2])}[/]  {precision}  {escaped(text)}".rstrip())
     return tree
+
+
+def _because(rule: str | None, name: str) -> str:
+    if rule is None:
+        return "default"
+    return "" if rule == name else f"by {rule}"
+
+
+def _figures(unit: UnitEvidence) -> str:
+    """Return what was found out about a unit, in brackets."""
+    parts = [
+        "" if unit.headroom_octaves is None else f"{unit.headroom_octaves:.1f} octaves to overflow",
+        "" if unit.flushed_share is None else f"{unit.flushed_share:.1%} of gradients flushed",
+        "" if unit.error_score is None else f"error {unit.error_score:.1e}",
+        "" if unit.saved_bytes is None else f"saves {show_bytes(unit.saved_bytes)} {unit.saved_bytes.kind}",
+        "" if unit.saved_seconds is None
+        else f"saves {unit.saved_seconds.value * 1e3:.2f} ms {unit.saved_seconds.kind}",
+    ]  # fmt: skip
+    found = "; ".join(part for part in parts if part)
+    return f"({found})" if found else ""
+
+
+def _put(branches: dict[str, Tree], name: str, label: str) -> None:
+    """Give a module its line; it may have been a branch already."""
+    if name in branches and name:
+        branches[name].label = label
+    elif name:
+        branches[name] = _branch(branches, name.rpartition(".")[0]).add(label)
+
+
+def difference_table(difference: PolicyDifference, *, names: tuple[str, str]) -> Table:
+    """Return one row a difference: what it is, the first policy's and the second's."""
+    table = Table(title_justify="left")
+    for name in ("", *names):
+        table.add_column(escaped(name))
+    for rule, pair in difference.rules.items():
+        table.add_row(escaped(f"rule {rule}"), *(precision or "-" for precision in pair))
+    for unit, pair in difference.units.items():
+        count = difference.num_units[unit]
+        table.add_row(escaped(f"{unit} ({count} units)" if count > 1 else unit), *(p or "-" for p in pair))
+    for setting, values in difference.settings.items():
+        table.add_row(escaped(setting), *("-" if value is None else escaped(_shown(value)) for value in values))
+    for label, field, _, show in ROWS:
+        numbers = difference.numbers.get(field)
+        if numbers is not None:
+            table.add_row(label, *(f"{show(n)} {n.kind}" if n is not None else "-" for n in numbers))
+    return table
 
 
 def _branch(branches: dict[str, Tree], name: str) -> Tree:
     if name not in branches:
         parent, _, last = name.rpartition(".")
-        branches[name] = _branch(branches, parent).add(escape(last))
+        branches[name] = _branch(branches, parent).add(escaped(last))
     return branches[name]
 
 

@@ -15,6 +15,7 @@ from autoprec.policy import (
     Recommendation,
     UnitEvidence,
     VerificationEvidence,
+    parents_of,
     resolve_precisions,
 )
 from autoprec.search.arms import FP32
@@ -70,10 +71,7 @@ def exported_policy(
 def rechosen_policy(exported: Policy, choice: Choice) -> Policy:
     """Return what was chosen again, with model, evidence and provenance of the policy that the search exported."""
     evidence = exported.evidence or Evidence()
-    parents = {name: name.rpartition(".")[0] or None for name in evidence.units}
-    for name in [prefix for unit in evidence.units for prefix in _above(unit)]:
-        parents.setdefault(name, name.rpartition(".")[0] or None)
-    precisions, _ = resolve_precisions(choice.policy, dict(sorted(parents.items(), key=lambda item: len(item[0]))))
+    precisions, _ = resolve_precisions(choice.policy, parents_of(evidence.units))
     units = {
         name: unit.model_copy(update={"precision": precisions[name], "reason": _reason(unit, choice)})
         for name, unit in evidence.units.items()
@@ -85,11 +83,6 @@ def rechosen_policy(exported: Policy, choice: Choice) -> Policy:
         evidence=evidence.model_copy(update={"arm": choice.name, "units": units}),
         provenance=exported.provenance,
     )
-
-
-def _above(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _reason(unit: UnitEvidence, choice: Choice) -> str:

@@ -7,13 +7,19 @@ import itertools
 import json
 import statistics
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from autoprec.apply import apply_policy, build_grad_scaler, read_structure
+from autoprec.apply import (
+    apply_policy,
+    build_grad_scaler,
+    checkpoint_modules,
+    read_structure,
+    remove_checkpointing,
+)
 from autoprec.estimates import Roofline, StepEstimate, estimate_step
 from autoprec.policy import Number, Policy, resolve_precisions
 from autoprec.tasks.batches import count_samples, longest_batch
@@ -24,7 +30,7 @@ from autoprec.trials.compiling import compiled, forget_compiled
 from autoprec.trials.isolation import release, seed_everything
 from autoprec.trials.outcome import TrialSettings
 
-__all__ = ["TargetFigures", "estimate_figures", "target_batch", "target_estimate", "target_figures"]
+__all__ = ["TargetEstimator", "TargetFigures", "estimate_figures", "target_batch", "target_estimate", "target_figures"]
 
 NUM_WARMUP_STEPS = 5
 NUM_TIMED_STEPS = 15
@@ -120,19 +126,79 @@ def _per_token(task: Task, samples_per_second: Number) -> Number | None:
     return Number(value=samples_per_second.value * tokens, kind=samples_per_second.kind)
 
 
-def _estimate(model: nn.Module, task: Task, policy: Policy, gpu: str) -> StepEstimate:
+def _estimate(
+    model: nn.Module,
+    task: Task,
+    policy: Policy,
+    gpu: str,
+    *,
+    batch: Batch | None = None,
+    batch_size: int | None = None,
+    accumulation_steps: int | None = None,
+) -> StepEstimate:
+    """Estimate one step; None takes the task's own batch, its size, and the task's accumulation."""
     return estimate_step(
         model,
-        prepare_batch(task, target_batch(task), torch.device("cpu")),
+        prepare_batch(task, target_batch(task) if batch is None else batch, torch.device("cpu")),
         task.loss,
         losses=tuple(task.losses.values()),
         policy=policy,
         optimizers=lambda copied: build_task_optimizers(task, policy, copied),
-        accumulation_steps=task.accumulation_steps,
+        accumulation_steps=accumulation_steps or task.accumulation_steps,
         gpu=gpu,
+        batch_size=batch_size,
         num_samples=task.num_samples,
         roofline=None if task.tf32 is None else Roofline(tf32=task.tf32),
     )
+
+
+class TargetEstimator:
+    """Estimates steps of one task at its target shape and at other batch sizes; builds model and batch once.
+
+    Attributes:
+        model: the bare model; estimates run on copies of it.
+        num_samples: of the batch at the target shape.
+    """
+
+    def __init__(self, task: Task, settings: TrialSettings) -> None:
+        self._task, self._gpu = task, settings.gpu
+        seed_everything(settings.seed)
+        self.model = build_model(task, torch.device("cpu"), build=_target_model(task))
+        self._batch = target_batch(task)
+        self.num_samples = (task.num_samples or count_samples)(self._batch)
+        self._known: dict[tuple[str, int, int, tuple[str, ...]], StepEstimate] = {}
+
+    def __call__(
+        self,
+        policy: Policy,
+        *,
+        batch_size: int | None = None,
+        accumulation_steps: int | None = None,
+        checkpoint: Sequence[str] = (),
+    ) -> StepEstimate:
+        """Estimate one step; None takes the target's batch and the task's accumulation. Equal questions cost nothing.
+
+        Args:
+            checkpoint: modules to compute again in the backward pass, beside those of the task.
+        """
+        size, steps = batch_size or self.num_samples, accumulation_steps or self._task.accumulation_steps
+        key = (_policy_key(self.model, policy, self._gpu), size, steps, tuple(sorted(checkpoint)))
+        if key not in self._known:
+            checkpoint_modules(self.model, checkpoint)
+            try:
+                self._known[key] = _estimate(
+                    self.model,
+                    self._task,
+                    policy,
+                    self._gpu,
+                    batch=self._batch,
+                    batch_size=size,
+                    accumulation_steps=steps,
+                )
+            finally:
+                remove_checkpointing(self.model)
+                checkpoint_modules(self.model, self._task.checkpoint)
+        return self._known[key]
 
 
 def _measure(task: Task, policy: Policy, device: torch.device) -> TargetFigures:
