@@ -26,6 +26,7 @@ ORDER = [
     "estimates",
     "trials",
     "profiling",
+    "doctor",
     "search",
     "report",
     "engines",

@@ -23,6 +23,7 @@ COMMANDS = (
     "diff",
     "check",
     "estimate",
+    "doctor",
     "spaces",
     "init",
 )

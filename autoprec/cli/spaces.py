@@ -38,19 +38,20 @@ def _spaces(
 
 
 def _list(spaces: list[SearchSpace]) -> None:
-    from rich.markup import escape
     from rich.table import Table
+
+    from autoprec.report.escaping import escaped
 
     table = Table(title="Search spaces: --space NAME, or a TOML file of your own that inherits from one")
     table.add_column("name", no_wrap=True)
     table.add_column("what it decides")
     for space in spaces:
-        table.add_row(escape(space.name), escape(space.description))
+        table.add_row(escaped(space.name), escaped(space.description))
     open_console().print(table)
 
 
 def _explain(space: SearchSpace) -> None:
-    from rich.markup import escape
+    from autoprec.report.escaping import escaped
 
     lines = [
         f"{space.name}: {space.description}",
@@ -67,7 +68,7 @@ def _explain(space: SearchSpace) -> None:
                 lines.append(f"{group}/{name}: {_shown(allowed)}")
     console = open_console()
     for line in lines:
-        console.print(escape(line), soft_wrap=True)
+        console.print(escaped(line), soft_wrap=True)
 
 
 def _shown(allowed: Range) -> str:

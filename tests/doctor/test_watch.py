@@ -1,0 +1,140 @@
+"""What is watched of a loop: misuse of the scaler, logarithms of 0, parameters, hooks that leave no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoprec.doctor import diagnose, examine, watch
+from autoprec.emulation import emulate
+
+
+def training(step: Callable[..., None], *, loss: Callable[..., torch.Tensor] | None = None) -> Callable[[], None]:
+    """Return a small loop that ends each of its six steps as `step(scaler, optimizer)` says."""
+
+    def train() -> None:
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+        for _ in range(6):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                output = model(torch.randn(16, 8))
+                value = nn.functional.mse_loss(output, torch.zeros(16, 8)) if loss is None else loss(output)
+            scaler.scale(value).backward()
+            step(scaler, optimizer)
+
+    return train
+
+
+def right(scaler: Any, optimizer: Any) -> None:
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def around_the_scaler(scaler: Any, optimizer: Any) -> None:
+    optimizer.step()
+
+
+def without_update(scaler: Any, optimizer: Any) -> None:
+    scaler.step(optimizer)
+
+
+def without_step(scaler: Any, optimizer: Any) -> None:
+    pass
+
+
+def clip_values_first(scaler: Any, optimizer: Any) -> None:
+    nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 1.0)
+    right(scaler, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("step", "trouble"),
+    [
+        (right, None),
+        (around_the_scaler, "stepped on scaled gradients"),
+        (without_update, "scaler without update"),
+        (without_step, "no steps"),
+        (clip_values_first, "clipped before unscale_"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_each_misuse_of_the_scaler_has_its_name(step: Callable[..., None], trouble: str | None) -> None:
+    findings = diagnose(examine(training(step), num_steps=4))
+    assert trouble in [*(finding.name for finding in findings), *([] if findings else [None])]
+
+
+def test_the_logarithm_of_a_probability_that_is_0_is_a_loss_of_inf() -> None:
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return -(1000 * output).softmax(1)[:, 0].log().mean()
+
+    findings = diagnose(examine(training(right, loss=loss), num_steps=4))
+    found = next(finding for finding in findings if finding.name == "non-finite loss")
+    assert "log of 0" in found.seen
+    assert "log_softmax" in found.change
+
+
+def test_a_mask_of_minus_infinity_is_no_overflow() -> None:
+    mask = torch.full((16, 8), -1e9).triu(1)
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        scores = (output + mask.half()).masked_fill(mask < 0, -torch.inf)
+        return nn.functional.mse_loss(scores.softmax(1), torch.zeros(16, 8))
+
+    seen = examine(training(right, loss=loss), num_steps=3)
+    assert [birth for birth in seen.births if not birth.backward] == []
+
+
+def test_flushed_gradients_are_those_that_fp16_cannot_hold() -> None:
+    layer = nn.Linear(4, 1, bias=False)
+    with emulate(), watch(layer) as seen:
+        with torch.autocast("cpu", dtype=torch.float16):
+            output = layer(torch.tensor([[1.0, 2.0**-10, 2.0**-20, 0.0]]))
+        (output.float().sum() * 2.0**-14).backward()
+    lost = seen.flushed[""]
+    # The gradient of the weight is 2**-14 times the input: 2**-24 is FP16's smallest, 2**-34 rounds to 0, 0 is 0.
+    assert (lost.num_flushed, lost.magnitude_share < 1e-3) == (1, True)
+
+
+def test_watching_leaves_no_trace_and_changes_no_number() -> None:
+    def weights(watched: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        optimizer = torch.optim.AdamW(model.parameters())
+        x = torch.randn(16, 8)
+
+        def step() -> None:
+            with torch.autocast("cpu", dtype=torch.float16):
+                model(x).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        with emulate():
+            if watched:
+                with watch(model):
+                    step()
+            else:
+                step()
+        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+    before = (torch.amp.GradScaler.step, torch.autograd.backward, nn.utils.clip_grad_norm_)
+    assert torch.equal(weights(True), weights(False))
+    assert before == (torch.amp.GradScaler.step, torch.autograd.backward, nn.utils.clip_grad_norm_)
+
+
+def test_a_loop_that_would_go_on_for_ever_is_ended_after_the_steps_that_were_asked_for() -> None:
+    def train() -> None:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            try:
+                model(torch.randn(2, 4)).sum().backward()
+                optimizer.step()
+            except Exception:
+                continue
+
+    assert examine(train, num_steps=3).num_steps == 3
