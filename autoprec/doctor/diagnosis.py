@@ -67,7 +67,7 @@ def summarise(seen: Observations) -> dict[str, str]:
     if seen.scales:
         facts["loss scale"] = f"{seen.scales[0]:g} to {seen.scales[-1]:g}, lowest {min(seen.scales):g}"
     if seen.grad_norms:
-        facts["gradient norm"] = f"{min(seen.grad_norms):.3g} to {max(seen.grad_norms):.3g}, unscaled"
+        facts["gradient norm"] = f"{min(seen.grad_norms):.3g} to {max(seen.grad_norms):.3g} as the optimizer sees it"
     if seen.largest_half:
         unit, value = max(seen.largest_half.items(), key=lambda item: item[1])
         facts["largest FP16 value"] = f"{value:.4g} of 65504, in {_shown(unit)}"
