@@ -72,7 +72,7 @@ def _search(
 
 def _prepare(task: TaskOptions, *, margin: float | None, max_seeds: int | None, settings: dict[str, Any]) -> SearchPlan:
     from autoprec.search.plan import SearchSettings, prepare_search
-    from autoprec.search.verification import build_proof
+    from autoprec.search.proof import build_proof
 
     trial = task.trial_settings()
     search = SearchSettings(proof=build_proof(margin, max_seeds), **settings)

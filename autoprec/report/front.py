@@ -11,12 +11,15 @@ from autoprec.search.front import Front, Member
 
 __all__ = ["front_table"]
 
+TOKENS = "throughput_tokens_per_second"
+
 
 def front_table(front: Front, *, chosen: str | None = None) -> Table:
     """Return one row a policy; `chosen` marks another one than the front recommends."""
     table = Table(title=escaped(f"{front.task} on {front.target}"), title_justify="left")
     table.add_column("")
-    for name in ("peak memory", "throughput", "accuracy", "proof", "picks"):
+    counts_tokens = any(TOKENS in member.numbers for member in front.front)
+    for name in ("peak memory", "throughput", *(["tokens"] if counts_tokens else []), "accuracy", "proof", "picks"):
         table.add_column(name, justify="right")
     for member in front.front:
         picks = [prefer for prefer, name in front.picks.items() if name == member.name]
@@ -30,6 +33,7 @@ def front_table(front: Front, *, chosen: str | None = None) -> Table:
                 member,
                 "throughput_samples_per_second",
             ),
+            *([_tokens(member)] if counts_tokens else []),
             _accuracy(member),
             _proof(member),
             ", ".join(picks),
@@ -40,6 +44,11 @@ def front_table(front: Front, *, chosen: str | None = None) -> Table:
 def _cell(shown: str, member: Member, name: str) -> str:
     number = member.numbers.get(name)
     return "\n".join(part for part in (shown, show_ratio_number(member.ratios.get(name)), _kind(number)) if part)
+
+
+def _tokens(member: Member) -> str:
+    number = member.numbers.get(TOKENS)
+    return "\n".join(part for part in (show_throughput(number), _kind(number)) if part)
 
 
 def _accuracy(member: Member) -> str:

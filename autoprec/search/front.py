@@ -13,20 +13,23 @@ from autoprec.policy import Number, Policy
 from autoprec.policy.evidence import FrozenModel
 from autoprec.policy.strict_json import MAX_FILE_BYTES, parse_strict_json
 from autoprec.search.arms import FP32
+from autoprec.search.judging import Verdict, VerdictKind
+from autoprec.search.proof import Proof
 from autoprec.search.ratios import Ratios
 from autoprec.search.recommendation import PREFERENCES, Candidate, Choice, Prefer, choose
 from autoprec.search.statistics import Interval
 from autoprec.search.study import OBJECTIVES
-from autoprec.search.verification import Proof, Verdict, VerdictKind, Verification
+from autoprec.search.verification import Verification
 from autoprec.trials.outcome import EndKind, Outcome
 
 __all__ = ["Front", "Member", "build_front", "read_front"]
 
-NUMBERS = (*OBJECTIVES, "eval_loss")
+NUMBERS = (*OBJECTIVES, "throughput_tokens_per_second", "eval_loss")
+"""What a member's numbers may hold; tokens a second where the task counts tokens."""
 
 
 class PairedDifference(FrozenModel):
-    """Mean over paired seeds and the one-sided half-width at the proof's level for one look."""
+    """Mean over paired seeds and the one-sided half-width at the level at which the arm could be proved."""
 
     num_seeds: int
     mean: float
@@ -66,6 +69,7 @@ class FrontProof(FrozenModel):
     looks: list[int]
     num_steps: int
     alpha: float
+    arm_share: float
     num_seeds: int
     provable_margin: float | None = None
     noise: float | None = None
@@ -107,6 +111,7 @@ class Front(FrozenModel):
             looks=tuple(self.proof.looks),
             num_steps=self.proof.num_steps,
             alpha=self.proof.alpha,
+            arm_share=self.proof.arm_share,
             loss_margin=self.proof.loss_margin,
         )
         verdicts = {member.name: _verdict(member.proof) for member in self.front if member.proof is not None}
@@ -156,6 +161,7 @@ def build_front(
             looks=list(proof.looks),
             num_steps=proof.num_steps,
             alpha=proof.alpha,
+            arm_share=proof.arm_share,
             num_seeds=verification.num_seeds,
             provable_margin=verification.provable_margin,
             noise=verification.noise,

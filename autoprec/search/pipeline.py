@@ -18,19 +18,22 @@ from autoprec.search.arms import FP32
 from autoprec.search.events import Events
 from autoprec.search.export import exported_policy, proof_means
 from autoprec.search.front import build_front
+from autoprec.search.judging import Contender
 from autoprec.search.lookahead import Measure
 from autoprec.search.loss_test import lowers_loss
 from autoprec.search.measuring import open_measure
 from autoprec.search.parameters import AMSGRAD, AUTOCAST_DTYPE, EPS
 from autoprec.search.plan import MAX_FINALISTS, SearchPlan, SearchSettings, prepare_search, resolve_device
 from autoprec.search.profiling import Lessons, learn
+from autoprec.search.proof import build_proof
 from autoprec.search.recommendation import PREFERENCES, Candidate, Choice, Prefer, choose, order_of, rank
 from autoprec.search.revert import give_back, savings
 from autoprec.search.runner import run_trials
 from autoprec.search.samplers import POLICY, build_sampler, quiet_optuna
+from autoprec.search.shares import Shares
 from autoprec.search.storage import alone, open_storage, sqlite_url
 from autoprec.search.study import OBJECTIVES, SearchStudy, TrialRecord, open_study
-from autoprec.search.verification import Contender, RunStore, Verification, build_proof, verify
+from autoprec.search.verification import RunStore, Verification, verify
 from autoprec.tasks.batches import count_samples, open_batches
 from autoprec.tasks.protocol import Task
 from autoprec.tasks.source import resolve_task
@@ -267,6 +270,7 @@ class _Prover:
     def __init__(self, plan: SearchPlan, study: SearchStudy, measure: Measure, events: Events) -> None:
         self._plan, self._measure, self._events = plan, measure, events
         self._store = RunStore(study.study)
+        self._shares = Shares(plan.settings.proof, study.study)
         self._resolution = metric_resolution(plan.task)
 
     def __call__(self, candidates: Sequence[Candidate], order: Sequence[str]) -> Verification:
@@ -276,6 +280,7 @@ class _Prover:
             proof=self._plan.settings.proof,
             trial_settings=self._plan.trial,
             store=self._store,
+            shares=self._shares,
             order=order,
             resolution=self._resolution,
             events=self._events,
@@ -303,7 +308,7 @@ def _revert(
 
     def prove(name: str, policy: Policy) -> tuple[Candidate, Verification]:
         arm = Candidate(name, policy, study.parameters.key(policy), reference.outcome)
-        found = prover([reference, arm], [FP32])  # behind FP32 in the order: the first look alone
+        found = prover([reference, arm], [FP32, name])  # behind FP32 in the order: the first look alone
         outcome = next(iter(found.outcomes[name].values()))
         return replace(arm, outcome=outcome, paired=found.ratios(name)), found
 

@@ -24,11 +24,11 @@ from autoprec.search.decisions import build_decisions
 from autoprec.search.families import choose_space
 from autoprec.search.fingerprint import Identity, identity_hash, study_identity, versions
 from autoprec.search.parameters import Parameters, build_parameters
+from autoprec.search.proof import Proof
 from autoprec.search.recommendation import Prefer, as_preference
 from autoprec.search.samplers import SAMPLERS
 from autoprec.search.space import SearchSpace, load_space
 from autoprec.search.study import Limits
-from autoprec.search.verification import Proof
 from autoprec.tasks.batches import cut_batch, move_batch, open_batches
 from autoprec.tasks.code import code_digest
 from autoprec.tasks.options import training_options

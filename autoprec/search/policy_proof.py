@@ -20,17 +20,20 @@ from autoprec.search.events import Events
 from autoprec.search.export import arm_evidence, build_provenance, verification_evidence
 from autoprec.search.fingerprint import Identity, identity_hash, study_identity, versions
 from autoprec.search.gate import Gate, compare_with_promise
+from autoprec.search.judging import Contender, Verdict
 from autoprec.search.lookahead import Measure
 from autoprec.search.measuring import open_measure
 from autoprec.search.parameters import policy_key
 from autoprec.search.pipeline import metric_resolution, with_ratios
 from autoprec.search.plan import file_name, resolve_device, target_of, task_identity
+from autoprec.search.proof import Proof, build_proof
 from autoprec.search.recommendation import Candidate
 from autoprec.search.runner import require_reference
 from autoprec.search.samplers import quiet_optuna
+from autoprec.search.shares import Shares
 from autoprec.search.storage import alone, open_storage, sqlite_url
 from autoprec.search.study import load_or_create
-from autoprec.search.verification import Contender, Proof, RunStore, Verdict, Verification, build_proof, verify
+from autoprec.search.verification import RunStore, Verification, verify
 from autoprec.tasks.protocol import Task
 from autoprec.tasks.source import resolve_task
 from autoprec.trials.building import build_model
@@ -185,9 +188,42 @@ def verify_policy(
         UsageError, StudyError, TaskError: as `search_policy`.
     """
     trial = TrialSettings(seed=seed, device=resolve_device(device), gpu=gpu_by_name(gpu).name)
-    task = resolve_task(task)
-    check_task(task, trial, num_steps=num_steps)
-    proof = build_proof(_margin(policy, margin), max_seeds, num_steps=num_steps, first_seed=FIRST_SEED)
+    proof = build_proof(_margin(policy, margin), max_seeds, num_steps=num_steps, arm_share=1.0, first_seed=FIRST_SEED)
+    plan = _prepare(policy, resolve_task(task), trial, proof, with_autocast=with_autocast)
+    folder = output or Path("runs") / plan.study_name
+    with (
+        _opened(plan, folder, storage) as store,
+        _measuring(plan, measure, trial_timeout) as run,
+    ):
+        verification = _train(plan, run, store, events or Events())
+    return _answer(plan, verification, folder=folder, tolerance=tolerance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Everything that is fixed before the first run. `contenders` are FP32, the policy, and what runs beside it."""
+
+    policy: Policy
+    task: Task
+    trial: TrialSettings
+    proof: Proof
+    model: ModelInfo
+    identity: Identity
+    study_name: str
+    contenders: Sequence[Contender]
+
+    @property
+    def name(self) -> str:
+        return self.contenders[1].name
+
+
+def _prepare(policy: Policy, task: Task, trial: TrialSettings, proof: Proof, *, with_autocast: bool) -> _Plan:
+    """Check that the task trains and that the policy fits, and name the study of the runs.
+
+    Raises:
+        ApplyError, TaskError: one of the two does not hold.
+    """
+    check_task(task, trial, num_steps=proof.num_steps)
     model = _fitting_model(policy, task, trial)
     identity = study_identity(
         task=task_identity(task),
@@ -196,49 +232,61 @@ def verify_policy(
         proof=dataclasses.asdict(proof),
         versions=versions(),
     )
-    study_name = f"verify-{file_name(task.name)}-{identity_hash(identity)}"
-    folder = output or Path("runs") / study_name
-    target, target_is_here = target_of(trial)
-    contenders = _contenders(policy, with_autocast=with_autocast)
-    with (
-        _opened(folder, storage, study_name, identity) as store,
-        _measuring(task, measure, trial_timeout, trial.device) as run,
-    ):
-        verification = verify(
-            contenders,
-            run,
-            proof=proof,
-            trial_settings=trial,
-            store=store,
-            order=[contenders[1].name, FP32],
-            resolution=metric_resolution(task),
-            events=events or Events(),
-            check_reference=require_reference,
-        )
-    arms = arm_evidence(_candidates(contenders, verification), verification)
-    gate = compare_with_promise(
-        policy,
-        arms[contenders[1].name],
+    return _Plan(
+        policy=policy,
+        task=task,
+        trial=trial,
+        proof=proof,
+        model=model,
         identity=identity,
+        study_name=f"verify-{file_name(task.name)}-{identity_hash(identity)}",
+        contenders=_contenders(policy, with_autocast=with_autocast),
+    )
+
+
+def _train(plan: _Plan, measure: Measure, store: RunStore, events: Events) -> Verification:
+    """Make the runs that the store lacks. The policy alone is claimed: it has the whole error."""
+    return verify(
+        plan.contenders,
+        measure,
+        proof=plan.proof,
+        trial_settings=plan.trial,
+        store=store,
+        shares=Shares(plan.proof),
+        order=[plan.name, FP32],
+        resolution=metric_resolution(plan.task),
+        events=events,
+        check_reference=require_reference,
+    )
+
+
+def _answer(plan: _Plan, verification: Verification, *, folder: Path, tolerance: float) -> PolicyProof:
+    """Put the numbers of the proof beside what the policy's file promises."""
+    arms = arm_evidence(_candidates(plan.contenders, verification), verification)
+    target, target_is_here = target_of(plan.trial)
+    gate = compare_with_promise(
+        plan.policy,
+        arms[plan.name],
+        identity=plan.identity,
         target=target,
         target_is_here=target_is_here,
-        num_steps=num_steps,
+        num_steps=plan.proof.num_steps,
         tolerance=tolerance,
     )
     return PolicyProof(
-        policy=policy,
-        name=contenders[1].name,
+        policy=plan.policy,
+        name=plan.name,
         arms=arms,
         verification=verification,
         gate=gate,
         target=target,
         target_is_here=target_is_here,
-        task_name=task.name,
-        identity=identity,
-        trial=trial,
-        study_name=study_name,
+        task_name=plan.task.name,
+        identity=plan.identity,
+        trial=plan.trial,
+        study_name=plan.study_name,
         folder=folder,
-        model=model,
+        model=plan.model,
     )
 
 
@@ -279,21 +327,21 @@ def _contender(name: str, policy: Policy) -> Contender:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path, storage: str | None, study_name: str, identity: Identity) -> Iterator[RunStore]:
+def _opened(plan: _Plan, folder: Path, storage: str | None) -> Iterator[RunStore]:
     quiet_optuna()
     folder.mkdir(parents=True, exist_ok=True)
     with alone(folder):
         database = open_storage(storage or sqlite_url(folder / "study.db"))
-        yield RunStore(load_or_create(database, name=study_name, identity=identity))
+        yield RunStore(load_or_create(database, name=plan.study_name, identity=plan.identity))
 
 
 @contextlib.contextmanager
-def _measuring(task: Task, measure: Measure | None, trial_timeout: float | None, device: str) -> Iterator[Measure]:
+def _measuring(plan: _Plan, measure: Measure | None, trial_timeout: float | None) -> Iterator[Measure]:
     if measure is not None:
         yield measure
         return
-    workers = default_num_workers(task, device)
-    with open_measure(task, timeout_seconds=trial_timeout, num_workers=workers) as opened:
+    workers = default_num_workers(plan.task, plan.trial.device)
+    with open_measure(plan.task, timeout_seconds=trial_timeout, num_workers=workers) as opened:
         yield opened
 
 

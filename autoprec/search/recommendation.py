@@ -11,12 +11,26 @@ from autoprec.errors import UsageError, did_you_mean
 from autoprec.estimates import RATIO_ERROR
 from autoprec.policy import Number, Policy
 from autoprec.search.arms import AUTOCAST_BF16, AUTOCAST_FP16, BASELINES, FP32
+from autoprec.search.judging import Verdict, better_but_open
 from autoprec.search.ratios import NO_RATIOS, Ratios, counted, outcome_ratios
-from autoprec.search.verification import MIN_GAIN, Verdict, Verification, better_but_open
+from autoprec.search.verification import Verification
 from autoprec.trials.outcome import Outcome
 
-__all__ = ["Prefer", "PREFERENCES", "Candidate", "Choice", "as_preference", "rank", "order_of", "choose", "gain"]
+__all__ = [
+    "MIN_GAIN",
+    "Prefer",
+    "PREFERENCES",
+    "Candidate",
+    "Choice",
+    "as_preference",
+    "rank",
+    "order_of",
+    "choose",
+    "gain",
+]
 
+MIN_GAIN = 0.01
+"""Differences in memory or throughput below this share are no reason to leave the simpler policy."""
 Prefer = Literal["balanced", "fastest", "smallest"]
 PREFERENCES: tuple[Prefer, ...] = get_args(Prefer)
 SIMPLICITY = (FP32, AUTOCAST_BF16, AUTOCAST_FP16)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from autoprec.policy import Policy
 from autoprec.search.parameters import Parameters
-from autoprec.search.recommendation import Candidate, Prefer, gain
-from autoprec.search.verification import MIN_GAIN, Verification
+from autoprec.search.recommendation import MIN_GAIN, Candidate, Prefer, gain
+from autoprec.search.verification import Verification
 from autoprec.trials.target import TargetFigures
 
 __all__ = ["Reverted", "give_back", "savings"]

@@ -2,146 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Literal
 
 from optuna.study import Study
 
-from autoprec.errors import UsageError
-from autoprec.policy import Policy
 from autoprec.search.arms import AUTOCAST_BF16, AUTOCAST_FP16, FP32
 from autoprec.search.events import Events
+from autoprec.search.judging import Contender, Verdict, better_but_open, has_failed, judge
 from autoprec.search.lookahead import Measure, measure_ahead
+from autoprec.search.proof import Proof
 from autoprec.search.ratios import Ratios, paired_ratios
-from autoprec.search.statistics import Interval, interval, num_values_needed
-from autoprec.trials.outcome import Headroom, Outcome, TrialSettings
+from autoprec.search.shares import Shares
+from autoprec.search.statistics import num_values_needed
+from autoprec.trials.outcome import Outcome, TrialSettings
 
-__all__ = [
-    "Proof",
-    "Verdict",
-    "Verification",
-    "MIN_GAIN",
-    "better_but_open",
-    "Contender",
-    "RunStore",
-    "build_proof",
-    "verify",
-]
+__all__ = ["RunStore", "Verification", "verify"]
 
-VerdictKind = Literal["reference", "proved", "refuted", "open"]
-MIN_GAIN = 0.01
-"""Differences in memory or throughput below this share are no reason to leave the simpler policy."""
 RUN_PREFIX = "autoprec:verification:"
-FIRST_SEED = 1_000
-"""Distance between the seed of the trials and the first seed of the proof: no trial used these."""
-FIRST_LOOK = 4
 PERTURBATION = 2.0**-11
 """The largest relative error of rounding to FP16; start weights moved by it show how far equal trainings part."""
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """The plan of a proof; part of the study's identity, so that it is fixed before the first trial.
-
-    Attributes:
-        margin: how much worse than FP32 the metric may be, in its own units.
-        looks: numbers of seeds after which the verdicts are taken; each has an equal share of `alpha` (Bonferroni).
-        num_steps: steps of each run, the learning rate falling to zero.
-        alpha: chance that an arm which is worse than the margin is called proved, over all looks together.
-        loss_margin: how far the held-out loss may lie above FP32's, relative to it, before that alone refutes an arm.
-        max_half: largest half value that a forward pass may reach; beyond it an arm is refuted, since longer training
-            and other data reach further. A quarter of FP16's largest number.
-        first_seed: distance between the seed of the trials and the first seed of the proof.
-    """
-
-    margin: float = 0.05
-    looks: tuple[int, ...] = (4, 8)
-    num_steps: int = 40
-    alpha: float = 0.05
-    loss_margin: float = 0.25
-    max_half: float = 65504.0 / 4
-    first_seed: int = FIRST_SEED
-
-    def __post_init__(self) -> None:
-        if not 0 < self.margin < float("inf"):
-            raise UsageError(f"margin is {self.margin}; a positive number in units of the metric is needed")
-
-    @property
-    def max_seeds(self) -> int:
-        return self.looks[-1]
-
-    @property
-    def alpha_per_look(self) -> float:
-        return self.alpha / len(self.looks)
-
-    def settings(self, trial: TrialSettings, index: int) -> TrialSettings:
-        """Return how the run on unused seed number `index` is made."""
-        return trial.model_copy(
-            update={
-                "seed": trial.seed + self.first_seed + index,
-                "measured_steps": max(1, self.num_steps - trial.warmup_steps),
-                "anneal": True,
-                "watch_headroom": True,
-            }
-        )
-
-
-def build_proof(
-    margin: float | None = None,
-    max_seeds: int | None = None,
-    *,
-    num_steps: int | None = None,
-    first_seed: int = FIRST_SEED,
-) -> Proof:
-    """Return a proof whose looks are after 4 seeds, at each doubling and after `max_seeds`; None keeps the defaults.
-
-    Raises:
-        UsageError: fewer than 2 seeds, which have no spread.
-    """
-    if max_seeds is not None and max_seeds < 2:
-        raise UsageError(f"max_seeds is {max_seeds}; a proof needs at least 2")
-    plain = Proof()
-    last = plain.max_seeds if max_seeds is None else max_seeds
-    doublings = [FIRST_LOOK * 2**k for k in range(last.bit_length()) if FIRST_LOOK * 2**k < last]
-    return Proof(
-        margin=plain.margin if margin is None else margin,
-        looks=(*doublings, last),
-        num_steps=plain.num_steps if num_steps is None else num_steps,
-        first_seed=first_seed,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """An arm of the proof: a baseline or a finalist."""
-
-    name: str
-    policy: Policy
-    key: str
-    perturbation: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the proof says of one arm.
-
-    Attributes:
-        difference: of the metric to FP32's; None after a failed run.
-        loss_excess: of the held-out loss over FP32's, relative to FP32's mean.
-    """
-
-    kind: VerdictKind
-    difference: Interval | None
-    reason: str
-    loss_excess: Interval | None = None
-
-    @property
-    def is_safe(self) -> bool:
-        return self.kind in ("reference", "proved")
 
 
 @dataclass(frozen=True)
@@ -166,16 +48,19 @@ class Verification:
 
     @property
     def provable_margin(self) -> float | None:
-        """The smallest margin that this proof could have proved for an arm that equals FP32; None without a pair."""
-        widths = [v.difference.half_width for v in self.verdicts.values() if v.difference and v.kind != "reference"]
-        return max(widths, default=None)
+        """The smallest margin that this proof could have proved for an arm that equals FP32; None without a pair.
+
+        Of the arms that are not refuted, where there are such.
+        """
+        pairs = [(v.kind == "refuted", v.difference.half_width) for v in self.verdicts.values() if v.difference]
+        return min(pairs, default=(False, None))[1]
 
     @property
     def num_seeds_needed(self) -> int | None:
         """Seeds with which an arm that equals FP32 would be proved under the noise seen; None where that is unknown."""
         if self.noise is None:
             return None
-        return num_values_needed(self.noise, self.proof.margin, alpha=self.proof.alpha_per_look)
+        return num_values_needed(self.noise, self.proof.margin, alpha=self.proof.alpha_per_look * self.proof.arm_share)
 
     def ratios(self, name: str) -> Ratios:
         """Return an arm's memory and throughput over FP32's, from the pairs of the proof; nothing for FP32 itself."""
@@ -214,6 +99,7 @@ def verify(
     proof: Proof,
     trial_settings: TrialSettings,
     store: RunStore,
+    shares: Shares,
     order: Sequence[str],
     resolution: float,
     events: Events,
@@ -226,6 +112,7 @@ def verify(
     holds are not made again.
 
     Args:
+        shares: hands out the error; the arms in `order` are planned with it.
         order: names of the arms from the one that would be used first, FP32 among them; those after FP32, or not in it,
             get the first look alone.
         check_reference: is given each new outcome of FP32 and raises where nothing can be compared with it; None leaves
@@ -237,14 +124,19 @@ def verify(
     for stage in _stages(contenders, order):
         if verdicts and not {c.name for c in stage} & set(better_but_open(order, verdicts)):
             break
+        shares.plan(c.key for name in order for c in stage if c.name == name and c is not reference)
         for look, num_seeds in enumerate(proof.looks):
             wanted = set(better_but_open(order, verdicts)) if look else {c.name for c in stage}
             still_open = [c for c in stage if c is reference or c.name in wanted]
             if look and len(still_open) == 1:
                 break
             progress.run(still_open, num_seeds, reference)
-            for contender in still_open:
-                verdicts[contender.name] = judge(contender, reference, progress.known, num_seeds, proof, resolution)
+            turn = shares.in_turn(c.key for c in still_open)
+            for contender in sorted(still_open, key=lambda c: turn.index(c.key)):
+                level = shares.level(contender.key)
+                verdict = judge(contender, reference, progress.known, num_seeds, proof, resolution, level=level)
+                shares.settle(contender.key, verdict)
+                verdicts[contender.name] = verdict
     if better_but_open(order, verdicts):
         progress.run([_perturbed(reference)], proof.looks[0], reference)
     runs = {c.name: progress.of(c) for c in contenders}
@@ -279,7 +171,7 @@ class _Progress:
         jobs = (
             ((contender, index), contender.policy, self._settings(contender, index))
             for contender, index in missing
-            if not _has_failed(contender, self.known)
+            if not has_failed(contender, self.known)
         )
         with closing(measure_ahead(self._measure, jobs)) as results:
             for (contender, index), outcome in results:
@@ -318,71 +210,6 @@ def _stages(contenders: Sequence[Contender], order: Sequence[str]) -> list[list[
         return [list(contenders)]
     spare = [c for c in contenders if c.name in (FP32, AUTOCAST_FP16)]
     return [[c for c in contenders if c.name != AUTOCAST_FP16], spare]
-
-
-def better_but_open(order: Sequence[str], verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return the open arms that would be used if they were proved, the best first; `order` as in `verify`."""
-    better = itertools.takewhile(lambda name: name != FP32 and not _is_safe(name, verdicts), order)
-    return [name for name in better if name not in verdicts or verdicts[name].kind == "open"]
-
-
-def _is_safe(name: str, verdicts: Mapping[str, Verdict]) -> bool:
-    return name in verdicts and verdicts[name].is_safe
-
-
-def judge(
-    contender: Contender,
-    reference: Contender,
-    known: Mapping[tuple[str, int], Outcome],
-    num_seeds: int,
-    proof: Proof,
-    resolution: float,
-) -> Verdict:
-    """Judge one arm on the first `num_seeds` seeds."""
-    if contender is reference:
-        return Verdict("reference", None, "the reference of the comparison")
-    failed = _has_failed(contender, known)
-    if failed is not None:
-        return Verdict("refuted", None, f"a run ended in {failed.kind}: {failed.message}"[:500])
-    near = _nearest_to_overflow(contender, known)
-    if near is not None and near.largest > proof.max_half:
-        reason = (
-            f"a half value reached {near.largest:,.0f} in module {near.module!r}: too near to the end of FP16, 65,504"
-        )
-        return Verdict("refuted", None, reason[:500])
-    differences, losses = [], []
-    for index in range(num_seeds):
-        own, fp32 = known.get((contender.key, index)), known.get((reference.key, index))
-        if own is None or fp32 is None or own.accuracy is None or fp32.accuracy is None:
-            return Verdict("open", None, f"FP32 gave no number on seed {index}")
-        differences.append(own.accuracy.value - fp32.accuracy.value)
-        if own.eval_loss is not None and fp32.eval_loss is not None:
-            losses.append((own.eval_loss.value, fp32.eval_loss.value))
-    difference = interval(differences, alpha=proof.alpha_per_look, resolution=resolution)
-    excess = _loss_excess(losses, proof) if len(losses) == num_seeds else None
-    if difference.high < -proof.margin:
-        return Verdict("refuted", difference, f"worse than FP32 by more than {proof.margin:g}", excess)
-    if excess is not None and excess.low > proof.loss_margin:
-        reason = f"held-out loss above FP32's by more than {proof.loss_margin:.0%}"
-        return Verdict("refuted", difference, reason, excess)
-    if difference.low > -proof.margin:
-        return Verdict("proved", difference, f"not worse than FP32 by more than {proof.margin:g}", excess)
-    return Verdict("open", difference, f"{num_seeds} seeds cannot tell", excess)
-
-
-def _nearest_to_overflow(contender: Contender, known: Mapping[tuple[str, int], Outcome]) -> Headroom | None:
-    found = [o.headroom for (key, _), o in known.items() if key == contender.key and o.headroom is not None]
-    return max(found, key=lambda headroom: headroom.largest, default=None)
-
-
-def _loss_excess(losses: Sequence[tuple[float, float]], proof: Proof) -> Interval:
-    """Return the paired excess of the loss over FP32's, relative to the size of FP32's mean."""
-    scale = max(abs(statistics.fmean(fp32 for _, fp32 in losses)), 1e-3)
-    return interval([(own - fp32) / scale for own, fp32 in losses], alpha=proof.alpha_per_look)
-
-
-def _has_failed(contender: Contender, known: Mapping[tuple[str, int], Outcome]) -> Outcome | None:
-    return next((o for (key, _), o in known.items() if key == contender.key and not o.is_ok), None)
 
 
 def _rotated(contenders: Sequence[Contender], index: int, reference: Contender) -> list[Contender]:

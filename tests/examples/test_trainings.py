@@ -16,7 +16,7 @@ from autoprec.policy import Policy
 from autoprec.search.measuring import open_measure
 from autoprec.search.pipeline import SearchResult, run_search
 from autoprec.search.plan import SearchSettings, prepare_search
-from autoprec.search.verification import Proof
+from autoprec.search.proof import Proof
 from autoprec.tasks import Task
 from autoprec.tasks.batches import BatchStream
 from autoprec.training import TrainingStep

@@ -10,17 +10,28 @@ from toys import FakeMeasure, TinyNet, tiny_plan
 
 from autoprec.apply import apply_policy
 from autoprec.errors import PolicyError, UsageError
-from autoprec.policy import load_policy
+from autoprec.policy import Policy, load_policy
+from autoprec.report.front import front_table
 from autoprec.search.export import rechosen_policy
 from autoprec.search.front import Front, read_front
 from autoprec.search.pipeline import SearchResult, run_search
 from autoprec.search.recommendation import PREFERENCES
+from autoprec.trials.outcome import Outcome, TrialSettings
 
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
-    folder = tmp_path_factory.mktemp("front")
-    return run_search(tiny_plan(folder, n_trials=8), FakeMeasure(noise=0.001))
+    """A search of a task that counts 16 tokens in a sample."""
+    measure = FakeMeasure(noise=0.001)
+
+    def with_tokens(policy: Policy, settings: TrialSettings) -> Outcome:
+        outcome = measure(policy, settings)
+        samples = outcome.throughput_samples_per_second
+        assert samples is not None
+        tokens = samples.model_copy(update={"value": 16 * samples.value})
+        return outcome.model_copy(update={"throughput_tokens_per_second": tokens})
+
+    return run_search(tiny_plan(tmp_path_factory.mktemp("front"), n_trials=8), with_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +54,14 @@ def test_every_arm_of_the_proof_has_its_verdict_and_its_numbers_with_kinds(front
     assert found.ratios["peak_memory_bytes"].value == pytest.approx(memory)
     assert found.ratios["peak_memory_bytes"].kind == "computed"
     assert found.ratios["peak_memory_bytes"].low is None
+
+
+def test_tokens_a_second_stand_beside_samples_in_the_file_and_in_its_table(front: Front) -> None:
+    for member in front.front:
+        samples, tokens = (member.numbers[f"throughput_{unit}_per_second"] for unit in ("samples", "tokens"))
+        assert tokens.value == 16 * samples.value
+        assert tokens.kind == samples.kind
+    assert [column.header for column in front_table(front).columns].count("tokens") == 1
 
 
 def test_there_is_a_pick_for_each_preference_and_each_is_proved(front: Front) -> None:

@@ -15,7 +15,7 @@ from autoprec import search_policy
 from autoprec.errors import TaskError
 from autoprec.policy import load_policy
 from autoprec.search import SearchSettings, prepare_search
-from autoprec.search.verification import Proof
+from autoprec.search.proof import Proof
 from autoprec.tasks.source import resolve_task
 from autoprec.trials import TrialSettings
 
@@ -94,7 +94,7 @@ def test_a_wrong_task_is_an_error_before_anything_is_written(task_file: Path, tm
 
 
 SEARCH = """
-from autoprec.search.verification import Proof
+from autoprec.search.proof import Proof
 result = autoprec.search_policy(task, output={folder!r}, n_trials=3, proof=Proof(looks=(2,), num_steps=9))
 print("runs once:", result.recommendation.choice)
 """

@@ -8,10 +8,12 @@ import pytest
 
 from autoprec.policy import Number, Policy
 from autoprec.search.arms import BASELINES
+from autoprec.search.judging import Verdict
+from autoprec.search.proof import Proof
 from autoprec.search.ratios import Ratios
 from autoprec.search.recommendation import PREFERENCES, Candidate, Choice, Prefer, choose, gain, rank
 from autoprec.search.statistics import Interval
-from autoprec.search.verification import Proof, Verdict, Verification
+from autoprec.search.verification import Verification
 from autoprec.trials.outcome import Outcome
 
 FOUND = Policy(default="autocast", modules={"norm": "fp16"})

@@ -10,11 +10,13 @@ from toys import FakeMeasure, saved_share, tiny_plan
 import autoprec.search.pipeline as pipeline
 from autoprec.policy import Number, Policy
 from autoprec.search.arms import BASELINES
+from autoprec.search.judging import Verdict, VerdictKind
 from autoprec.search.parameters import Parameters
 from autoprec.search.pipeline import run_search
+from autoprec.search.proof import Proof
 from autoprec.search.recommendation import Candidate
 from autoprec.search.revert import give_back, savings
-from autoprec.search.verification import Proof, Verdict, VerdictKind, Verification
+from autoprec.search.verification import Verification
 from autoprec.trials.outcome import Outcome
 from autoprec.trials.target import TargetFigures
 

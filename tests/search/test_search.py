@@ -21,7 +21,7 @@ from autoprec.policy import Policy, load_policy
 from autoprec.search.events import Events
 from autoprec.search.pipeline import SearchResult, run_search
 from autoprec.search.plan import SearchPlan
-from autoprec.search.verification import Proof
+from autoprec.search.proof import Proof
 from autoprec.trials.outcome import Outcome, TrialSettings
 
 

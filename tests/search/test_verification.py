@@ -13,19 +13,12 @@ from toys import FakeMeasure
 from autoprec.policy import Number, Policy
 from autoprec.search.arms import BASELINES
 from autoprec.search.events import Events
+from autoprec.search.judging import Contender, judge
 from autoprec.search.lookahead import Measure
+from autoprec.search.proof import FIRST_SEED, Proof, build_proof
+from autoprec.search.shares import Shares
 from autoprec.search.study import OBJECTIVES
-from autoprec.search.verification import (
-    FIRST_SEED,
-    PERTURBATION,
-    Contender,
-    Proof,
-    RunStore,
-    Verification,
-    build_proof,
-    judge,
-    verify,
-)
+from autoprec.search.verification import PERTURBATION, RunStore, Verification, verify
 from autoprec.trials.outcome import Headroom, Outcome, TrialSettings
 
 FOUND = Policy(default="autocast", modules={"norm": "fp16"})
@@ -38,6 +31,7 @@ PROOF = Proof(margin=0.02, looks=(3, 6), num_steps=60)
 
 
 def open_store(path: Path) -> RunStore:
+    path.mkdir(exist_ok=True)
     study = optuna.create_study(
         study_name="proof",
         storage=f"sqlite:///{path / 'study.db'}",
@@ -54,12 +48,14 @@ def prove(
     path: Path, measure: Measure, contenders: list[Contender] = CONTENDERS, order: list[str] = ORDER
 ) -> Verification:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    store = open_store(path)
     return verify(
         contenders,
         measure,
         proof=PROOF,
         trial_settings=TrialSettings(seed=5),
-        store=open_store(path),
+        store=store,
+        shares=Shares(PROOF, store.study),
         order=[name for name in order if name in [c.name for c in contenders]],
         resolution=0.0,
         events=Events(),
@@ -115,7 +111,7 @@ def test_fp32_against_itself_measures_the_noise_and_says_how_many_seeds_it_needs
     assert found.noise == pytest.approx(np.std(differences, ddof=1))
     needed = found.num_seeds_needed
     assert needed is not None
-    half_widths = [stdtrit(n - 1, 0.975) * found.noise / n**0.5 for n in (needed - 1, needed)]
+    half_widths = [stdtrit(n - 1, 1 - 0.025 * 0.8) * found.noise / n**0.5 for n in (needed - 1, needed)]
     assert half_widths[0] >= 0.02 > half_widths[1]
 
 
@@ -167,11 +163,29 @@ def test_an_arm_that_is_worse_by_just_the_margin_is_proved_at_any_look_at_most_a
     for values in rng.normal(-0.02, 0.03, (num_studies, looks[-1])):
         known = {("x", i): accuracy(0.9 + float(value)) for i, value in enumerate(values)}
         known |= {("a", i): accuracy(0.9) for i in range(looks[-1])}
-        verdicts = [judge(Contender("x", FOUND, "x"), CONTENDERS[0], known, n, proof, 0.0).kind for n in looks]
+        arm, level = Contender("x", FOUND, "x"), proof.alpha_per_look
+        verdicts = [judge(arm, CONTENDERS[0], known, n, proof, 0.0, level=level).kind for n in looks]
         num_proved += "proved" in verdicts
     share = num_proved / num_studies
     assert share <= 0.05 + 3 * (0.05 * 0.95 / num_studies) ** 0.5
     assert share >= 0.02  # the correction is not far too strict
+
+
+def test_an_arm_behind_one_that_is_open_has_less_of_the_error_and_one_that_diverged_takes_none(tmp_path: Path) -> None:
+    quiet, noisy = FakeMeasure(noise=0.001), FakeMeasure(noise=0.2)
+    found = prove(tmp_path / "a", lambda policy, settings: (noisy if policy == FOUND else quiet)(policy, settings))
+    assert found.verdicts["trial 7"].kind == "open"
+    assert found.verdicts["autocast fp16"].difference is not None
+    values = [
+        found.outcomes["autocast fp16"][i].accuracy.value - found.outcomes["fp32"][i].accuracy.value  # type: ignore[union-attr]
+        for i in range(3)
+    ]
+    error = float(np.std(values, ddof=1)) / 3**0.5
+    assert found.verdicts["autocast fp16"].difference.half_width == pytest.approx(stdtrit(2, 1 - 0.025 * 0.16) * error)
+    diverges = FakeMeasure(noise=0.001, fail=lambda p: "non_finite_loss" if p == FOUND else None)
+    alone = prove(tmp_path / "b", diverges).verdicts["autocast fp16"].difference
+    assert alone is not None
+    assert alone.half_width == pytest.approx(stdtrit(2, 1 - 0.025 * 0.8) * error)
 
 
 def accuracy(value: float) -> Outcome:
