@@ -14,7 +14,7 @@ from autoprec.search.proof import Proof
 from autoprec.search.statistics import Interval, interval
 from autoprec.trials.outcome import Headroom, Outcome
 
-__all__ = ["Contender", "Verdict", "VerdictKind", "better_but_open", "has_failed", "judge"]
+__all__ = ["Contender", "Verdict", "VerdictKind", "better_but_open", "judge", "reason_to_stop"]
 
 VerdictKind = Literal["reference", "proved", "refuted", "open"]
 
@@ -76,15 +76,9 @@ def judge(
     """
     if contender is reference:
         return Verdict("reference", None, "the reference of the comparison")
-    failed = has_failed(contender, known)
-    if failed is not None:
-        return Verdict("refuted", None, f"a run ended in {failed.kind}: {failed.message}"[:500])
-    near = _nearest_to_overflow(contender, known)
-    if near is not None and near.largest > proof.max_half:
-        reason = (
-            f"a half value reached {near.largest:,.0f} in module {near.module!r}: too near to the end of FP16, 65,504"
-        )
-        return Verdict("refuted", None, reason[:500])
+    why_out = reason_to_stop(contender, known, proof)
+    if why_out is not None:
+        return Verdict("refuted", None, why_out[:500])
     differences, losses = [], []
     for index in range(num_seeds):
         own, fp32 = known.get((contender.key, index)), known.get((reference.key, index))
@@ -106,6 +100,19 @@ def judge(
     return Verdict("open", difference, f"{num_seeds} seeds cannot tell", excess)
 
 
+def reason_to_stop(contender: Contender, known: Mapping[tuple[str, int], Outcome], proof: Proof) -> str | None:
+    """Return why an arm is refuted on whatever seed and needs no more runs; None where it is not."""
+    failed = next((o for (key, _), o in known.items() if key == contender.key and not o.is_ok), None)
+    if failed is not None:
+        return f"a run ended in {failed.kind}: {failed.message}"
+    near = _nearest_to_overflow(contender, known)
+    if near is not None and near.largest > proof.max_half:
+        return (
+            f"a half value reached {near.largest:,.0f} in module {near.module!r}: too near to the end of FP16, 65,504"
+        )
+    return None
+
+
 def _nearest_to_overflow(contender: Contender, known: Mapping[tuple[str, int], Outcome]) -> Headroom | None:
     found = [o.headroom for (key, _), o in known.items() if key == contender.key and o.headroom is not None]
     return max(found, key=lambda headroom: headroom.largest, default=None)
@@ -115,7 +122,3 @@ def _loss_excess(losses: Sequence[tuple[float, float]], proof: Proof) -> Interva
     """Return the paired excess of the loss over FP32's, relative to the size of FP32's mean."""
     scale = max(abs(statistics.fmean(fp32 for _, fp32 in losses)), 1e-3)
     return interval([(own - fp32) / scale for own, fp32 in losses], alpha=proof.alpha_per_look)
-
-
-def has_failed(contender: Contender, known: Mapping[tuple[str, int], Outcome]) -> Outcome | None:
-    return next((o for (key, _), o in known.items() if key == contender.key and not o.is_ok), None)

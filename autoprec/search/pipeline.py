@@ -45,7 +45,7 @@ __all__ = ["SearchResult", "metric_resolution", "run_search", "search_policy", "
 
 SAVINGS_PREFIX = "autoprec:savings:"
 MAX_ROUNDS = 3
-"""Sets of finalists that are proved, one after the other, while all of a set are refuted."""
+"""Sets of finalists that are proved, one after the other, while all of a set, or what they had to beat, are refuted."""
 
 PREFERENCE_WEIGHTS: Mapping[str, tuple[float, float, float]] = {
     "balanced": (1.0, 1.0, 0.0),
@@ -214,7 +214,8 @@ def candidates_of(study: SearchStudy, plan: SearchPlan, refuted: Sequence[Candid
     """Return the baselines, then the found policies that are better than each of them by their own numbers.
 
     At most `MAX_FINALISTS` for the preference that was asked for and the best for each other one, so that a choice can
-    be made again; those that a proof has `refuted` stand beside them. Of found policies with the same precisions only
+    be made again. Found policies that a proof has `refuted` stand beside them, and baselines that it has refuted are no
+    more to be better than. Of found policies with the same precisions only
     the one with the default optimizer settings stands, or the first; one with other settings where they lower the loss.
     """
     settings = plan.settings
@@ -223,10 +224,11 @@ def candidates_of(study: SearchStudy, plan: SearchPlan, refuted: Sequence[Candid
     found = [_candidate(r) for r in records if r.is_feasible and _candidate(r).is_found]
     known = {c.key for c in refuted}
     found = [c for c in found if c.fits(settings.memory_budget_bytes) and c.key not in known]
-    finalists = _finalists(baselines, found, settings.prefer)[:MAX_FINALISTS]
+    standing = [c for c in baselines if c.key not in known]
+    finalists = _finalists(standing, found, settings.prefer)[:MAX_FINALISTS]
     for other in PREFERENCES:
-        finalists += [c for c in _finalists(baselines, found, other)[:1] if c not in finalists]
-    return [*baselines, *refuted, *finalists]
+        finalists += [c for c in _finalists(standing, found, other)[:1] if c not in finalists]
+    return [*baselines, *(c for c in refuted if c.is_found), *finalists]
 
 
 def _finalists(baselines: Sequence[Candidate], found: Sequence[Candidate], prefer: Prefer) -> list[Candidate]:
@@ -256,12 +258,17 @@ def _prove(
         candidates = candidates_of(study, plan, refuted)
         order = order_of(candidates, plan.settings.prefer, plan.settings.memory_budget_bytes)
         verification = prove([c for c in candidates if c.outcome.is_ok], order)
-        num_before, found = len(refuted), [c for c in candidates if c.is_found]
-        refuted = [c for c in found if verification.verdicts[c.name].kind == "refuted"]
-        if len(refuted) == num_before or len(refuted) < len(found):
+        num_before = len(refuted)
+        refuted = [c for c in candidates if _is_refuted(c, verification)]
+        if len(refuted) == num_before or any(c.is_found and c not in refuted for c in candidates):
             break
     candidates = with_ratios(candidates, verification)
     return _revert(plan, study, prove, candidates, verification)
+
+
+def _is_refuted(candidate: Candidate, verification: Verification) -> bool:
+    verdict = verification.verdicts.get(candidate.name)
+    return verdict is not None and verdict.kind == "refuted"
 
 
 class _Prover:
@@ -327,7 +334,7 @@ def _revert(
             verdicts={**verification.verdicts, arm.name: found.verdicts[arm.name]},
             outcomes={**verification.outcomes, arm.name: found.outcomes[arm.name]},
         )
-    return candidates, verification
+    return with_ratios(candidates, verification), verification  # intervals that hold for all arms, these among them
 
 
 def _savings(plan: SearchPlan, study: SearchStudy, winner: Candidate) -> dict[str, float]:

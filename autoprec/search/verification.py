@@ -11,7 +11,7 @@ from optuna.study import Study
 
 from autoprec.search.arms import AUTOCAST_BF16, AUTOCAST_FP16, FP32
 from autoprec.search.events import Events
-from autoprec.search.judging import Contender, Verdict, better_but_open, has_failed, judge
+from autoprec.search.judging import Contender, Verdict, better_but_open, judge, reason_to_stop
 from autoprec.search.lookahead import Measure, measure_ahead
 from autoprec.search.proof import Proof
 from autoprec.search.ratios import Ratios, paired_ratios
@@ -163,7 +163,7 @@ class _Progress:
         return {index: o for (key, index), o in sorted(self.known.items()) if key == contender.key}
 
     def run(self, contenders: Sequence[Contender], num_seeds: int, reference: Contender) -> None:
-        """Run each contender on the first `num_seeds` seeds, in turns; one that failed is not run again."""
+        """Run each contender on the first `num_seeds` seeds, in turns; one that is refuted on any seed is not run again."""
         needed = [(c, index) for index in range(num_seeds) for c in _rotated(contenders, index, reference)]
         num_done = sum((c.key, index) in self.known for c, index in needed)
         self._events.verification_planned(len(needed), num_done, self._proof.num_steps)
@@ -171,7 +171,7 @@ class _Progress:
         jobs = (
             ((contender, index), contender.policy, self._settings(contender, index))
             for contender, index in missing
-            if not has_failed(contender, self.known)
+            if reason_to_stop(contender, self.known, self._proof) is None
         )
         with closing(measure_ahead(self._measure, jobs)) as results:
             for (contender, index), outcome in results:

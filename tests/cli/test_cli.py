@@ -301,10 +301,18 @@ def test_verify_updates_the_file_only_when_asked_and_then_holds_it_to_its_promis
     assert run(monkeypatch, "verify", "policy.json", "--format", "json") == 0
     document = json.loads(capsys.readouterr().out)
     assert [promise["behind"] for promise in document["promises"]] == [False, False, False]
-    memory = f"{json.loads(text)['evidence']['arms']['policy']['peak_memory_bytes']['value']}"
-    Path("policy.json").write_text(text.replace(memory, "1000.0"))
-    assert run(monkeypatch, "verify", "policy.json") == 1
-    assert "BEHIND: peak memory" in capsys.readouterr().out
+    for field, factor, what in [
+        ("peak_memory_bytes", 0.9, "peak memory"),
+        ("throughput_ratio", 1.1, "throughput over FP32"),
+        ("accuracy", 1.1, "accuracy"),
+    ]:
+        promised = json.loads(text)
+        promised["evidence"]["arms"]["policy"][field]["value"] *= factor
+        Path("policy.json").write_text(json.dumps(promised))
+        assert run(monkeypatch, "verify", "policy.json") == 1
+        text_out = capsys.readouterr().out
+        assert f"BEHIND: {what} " in text_out
+        assert text_out.count("BEHIND") == 1
 
 
 @pytest.mark.usefixtures("toy")

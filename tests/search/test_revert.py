@@ -14,10 +14,11 @@ from autoprec.search.judging import Verdict, VerdictKind
 from autoprec.search.parameters import Parameters
 from autoprec.search.pipeline import run_search
 from autoprec.search.proof import Proof
+from autoprec.search.ratios import paired_ratios
 from autoprec.search.recommendation import Candidate
 from autoprec.search.revert import give_back, savings
 from autoprec.search.verification import Verification
-from autoprec.trials.outcome import Outcome
+from autoprec.trials.outcome import Outcome, TrialSettings
 from autoprec.trials.target import TargetFigures
 
 
@@ -109,3 +110,28 @@ def test_a_search_gives_back_what_its_winner_keeps_for_nothing_and_a_resumed_one
     repeated = run_search(tiny_plan(tmp_path / "run", n_trials=6), again)
     assert again.order == []
     assert repeated.choice == result.choice
+
+
+def test_the_intervals_of_measured_ratios_hold_for_the_arms_of_the_pass_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "estimate_figures", lambda task, policy, settings: figures(policy))
+    computed = FakeMeasure(
+        noise=0.001, fail=lambda p: "unsupported" if p.low_precisions and p.modules.get("norm") != "fp32" else None
+    )
+
+    def measure(policy: Policy, settings: TrialSettings) -> Outcome:
+        outcome = computed(policy, settings)
+        throughput = outcome.throughput_samples_per_second
+        if throughput is None:
+            return outcome
+        value = throughput.value * (1 + 1e-4 * (settings.seed % 7) * len(policy.modules))
+        return outcome.model_copy(update={"throughput_samples_per_second": Number(value=value, kind="measured")})
+
+    result = run_search(tiny_plan(tmp_path, n_trials=6), measure)
+    tried = next(c for c in result.candidates if c.name.endswith("head given back"))
+    num_arms = sum(len(runs) > 0 for runs in result.verification.outcomes.values()) - 1
+    assert num_arms >= 2
+    runs = result.verification.outcomes
+    assert tried.paired == paired_ratios(runs[tried.name], runs["fp32"], num_arms=num_arms)
+    assert tried.paired != paired_ratios(runs[tried.name], runs["fp32"], num_arms=1)

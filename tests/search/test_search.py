@@ -270,6 +270,21 @@ def test_where_all_finalists_are_refuted_the_next_best_are_proved(
     assert result.policy.modules
 
 
+def test_where_the_proof_refutes_autocast_a_policy_need_no_more_be_better_than_it(tmp_path: Path) -> None:
+    """The norm diverges in a long run alone, so that autocast, which saves more, looks better in the trials."""
+
+    class LateHarm(FakeMeasure):
+        def __call__(self, policy: Policy, settings: TrialSettings) -> Outcome:
+            is_harmed = settings.anneal and policy.low_precisions and policy.modules.get("norm") != "fp32"
+            outcome = super().__call__(policy, settings)
+            return Outcome(kind="non_finite_loss", message="as asked") if is_harmed else outcome
+
+    result = run(tmp_path, LateHarm(noise=0.001), n_trials=6)
+    assert result.verification.verdicts["autocast fp16"].kind == "refuted"
+    assert result.choice.kind == "policy"
+    assert result.policy.modules["norm"] == "fp32"
+
+
 def test_noise_above_the_margin_is_inconclusive_and_writes_fp32(tmp_path: Path) -> None:
     measure = FakeMeasure(noise=0.6, effect=lambda policy: -0.3 if policy.low_precisions else 0.0)
     result = run(tmp_path, measure, n_trials=6)

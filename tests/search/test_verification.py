@@ -144,6 +144,8 @@ def test_an_arm_that_comes_near_the_end_of_fp16_is_refuted_though_its_accuracy_i
     assert verdicts["trial 7"].kind == "refuted"
     assert "17,000 in module 'blocks.1.conv'" in verdicts["trial 7"].reason
     assert verdicts["autocast fp16"].kind == "proved"
+    stored = [key for key, _ in open_store(tmp_path).outcomes()]
+    assert (stored.count("a"), stored.count("b"), stored.count("c")) == (3, 3, 1)  # one look at it was enough
 
 
 @pytest.mark.parametrize(
