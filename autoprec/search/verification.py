@@ -163,7 +163,7 @@ class _Progress:
         return {index: o for (key, index), o in sorted(self.known.items()) if key == contender.key}
 
     def run(self, contenders: Sequence[Contender], num_seeds: int, reference: Contender) -> None:
-        """Run each contender on the first `num_seeds` seeds, in turns; one that is refuted on any seed is not run again."""
+        """Run each contender on the first `num_seeds` seeds, in turns; one that is out on any seed is not run again."""
         needed = [(c, index) for index in range(num_seeds) for c in _rotated(contenders, index, reference)]
         num_done = sum((c.key, index) in self.known for c, index in needed)
         self._events.verification_planned(len(needed), num_done, self._proof.num_steps)
