@@ -69,7 +69,7 @@ class FrontProof(FrozenModel):
     looks: list[int]
     num_steps: int
     alpha: float
-    arm_share: float
+    arm_share: float = 1.0
     num_seeds: int
     provable_margin: float | None = None
     noise: float | None = None
