@@ -12,8 +12,8 @@ from autoprec.doctor.observations import Observations
 __all__ = ["Finding", "diagnose", "summarise"]
 
 MAX_SKIPPED_SHARE = 0.25
-"""A scaler that starts at 65536 skips a step or two; more than a quarter of a short run is a scale in free fall."""
-MIN_SKIPPED = 3
+"""Of the second half of the steps. A scaler that starts at 65536 may skip the first few; later it should not."""
+MIN_SKIPPED = 2
 MAX_FLUSHED_SHARE = 0.03
 """Of a unit's gradients, by magnitude: what half rounds to 0 below that is noise beside what it keeps."""
 MAX_FP32_SHARE = 0.6
@@ -61,7 +61,7 @@ def diagnose(seen: Observations) -> list[Finding]:
 
 def summarise(seen: Observations) -> dict[str, str]:
     """Return the plain facts of the run, in the order in which they are read."""
-    facts = {"steps": f"{seen.num_steps} tried, {seen.num_skipped} skipped by the grad scaler"}
+    facts = {"steps": f"{seen.num_steps} tried, {len(seen.skipped)} skipped by the grad scaler"}
     if seen.losses:
         facts["loss"] = f"{seen.losses[0]:.4g} to {seen.losses[-1]:.4g}"
     if seen.scales:
@@ -134,7 +134,9 @@ def _non_finite_loss(seen: Observations) -> Iterator[Finding]:
 
 
 def _scale(seen: Observations) -> Iterator[Finding]:
-    if seen.num_skipped < MIN_SKIPPED or seen.num_skipped <= MAX_SKIPPED_SHARE * seen.num_steps:
+    half = seen.num_steps // 2
+    late = sum(step > half for step in seen.skipped)
+    if late < MIN_SKIPPED or late <= MAX_SKIPPED_SHARE * (seen.num_steps - half):
         return
     backward = next((birth for birth in seen.births if birth.backward), None)
     unit = backward.unit if backward is not None else ""
@@ -142,7 +144,8 @@ def _scale(seen: Observations) -> Iterator[Finding]:
     yield Finding(
         "falling scale",
         unit,
-        f"{seen.num_skipped} of {seen.num_steps} steps skipped, scale {seen.scales[0]:g} to {seen.scales[-1]:g}{place}",
+        f"{len(seen.skipped)} of {seen.num_steps} steps skipped, scale {seen.scales[0]:g} to {seen.scales[-1]:g}"
+        + place,
         "a skipped step learns nothing; a scale that reaches 0 writes NaN into the weights",
         "mend an overflow of the forward pass where there is one; else a lower init_scale, or that module in FP32",
     )

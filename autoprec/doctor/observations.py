@@ -71,7 +71,8 @@ class Observations:
     """What was seen; units are module names, "" the model itself.
 
     Attributes:
-        num_steps, num_skipped: steps that were tried, and those of them that a grad scaler skipped.
+        num_steps: optimizer steps that were tried.
+        skipped: those of them, from 1, that a grad scaler skipped.
         births: where values stop being finite; the first of each unit, pass and kind.
         half_losses: unit -> loss operators that computed in half.
         half_softmax: units whose softmax computed in half.
@@ -97,7 +98,7 @@ class Observations:
     """
 
     num_steps: int = 0
-    num_skipped: int = 0
+    skipped: list[int] = field(default_factory=list)
     births: list[Birth] = field(default_factory=list)
     half_losses: dict[str, str] = field(default_factory=dict)
     half_softmax: dict[str, torch.dtype] = field(default_factory=dict)

@@ -254,7 +254,8 @@ class _Watcher:
 
     def _end_step(self, *, skipped: bool) -> None:
         self.seen.num_steps += 1
-        self.seen.num_skipped += skipped
+        if skipped:
+            self.seen.skipped.append(self.seen.num_steps)
         with self._quietly():
             for root in self._roots:
                 self._look_for_poison(root)
