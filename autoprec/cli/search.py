@@ -101,7 +101,9 @@ def _announce(plan: SearchPlan, console: Console) -> None:
     settings, proof, parameters = plan.settings, plan.settings.proof, plan.parameters
     num_baselines = sum(arm.name in BASELINES for arm in plan.arms)
     kind = "measured" if plan.target_is_here else "computed and predicted"
-    shape = plan.task.target.description if plan.task.target else "the longest training batch"
+    shape = "the longest training batch"
+    if plan.task.target is not None:
+        shape = plan.task.target.description or f"batches of {plan.task.target.batch_size}"
     pinned = [decision for decision in plan.decisions if decision.is_pinned]
     lines = [
         f"task      {plan.task.name}, trained here on {plan.trial.device}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,16 @@ from torch.nn import functional as F
 from autoprec.errors import TaskError
 from autoprec.tasks.batches import map_tensors
 
-__all__ = ["fake_mode", "fake_copy", "fake_batch", "untouched_randomness", "cuda_attention", "show_recurrent_gates"]
+__all__ = [
+    "fake_mode",
+    "fake_copy",
+    "fake_batch",
+    "untouched_randomness",
+    "cuda_attention",
+    "loss_of_fakes",
+    "quiet_fakes",
+    "show_recurrent_gates",
+]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -52,6 +62,29 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
     """Return the batch with fake CPU tensors."""
     return map_tensors(lambda tensor: _fake(tensor, mode), batch)
+
+
+def loss_of_fakes(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Any]) -> Any:
+    """Call `loss(model, batch)` on fake copies of both: shapes are checked, nothing is computed or changed.
+
+    Raises:
+        Whatever the model raises, and what fake tensors cannot do.
+    """
+    mode = fake_mode()
+    copied, made = fake_copy(model, mode), fake_batch(batch, mode)
+    with untouched_randomness(), quiet_fakes(), mode:
+        return loss(copied, made)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keep torch from logging why an operator failed under fake tensors: the error itself is raised."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -21,6 +21,7 @@ from autoprec.estimates.fakes import (
     fake_batch,
     fake_copy,
     fake_mode,
+    quiet_fakes,
     show_recurrent_gates,
     untouched_randomness,
 )
@@ -80,6 +81,7 @@ def record_step(
         if fake:
             mode = fake_mode()
             copied, made = fake_copy(_bare(model), mode), fake_batch(_made(batch), mode)
+            stack.enter_context(quiet_fakes())
             stack.enter_context(mode)
             if settings.as_on_cuda:
                 stack.enter_context(cuda_attention())

@@ -29,7 +29,8 @@ from autoprec.search.recommendation import Prefer, as_preference
 from autoprec.search.samplers import SAMPLERS
 from autoprec.search.space import SearchSpace, load_space
 from autoprec.search.study import Limits
-from autoprec.tasks.batches import cut_batch, move_batch, open_batches
+from autoprec.search.verification import Proof
+from autoprec.tasks.batches import BatchStream, cut_batch, move_batch
 from autoprec.tasks.code import code_digest
 from autoprec.tasks.options import training_options
 from autoprec.trials.checking import check_task
@@ -167,7 +168,7 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         )
     torch.manual_seed(trial.seed)
     model = task.model()
-    batch = move_batch(next(open_batches(task.train_batches, name="train_batches")), torch.device("cpu"))
+    batch = move_batch(next(BatchStream(task.train_batches, num_samples=task.num_samples)), torch.device("cpu"))
     units = _find_units(task, model, batch)
     space = _space(settings, model)
     target, here = target_of(trial)

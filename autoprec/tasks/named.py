@@ -17,6 +17,7 @@ from autoprec.tasks.epochs import EpochBatches
 from autoprec.tasks.protocol import TargetShape, Task
 from autoprec.tasks.settings import NamedSettings, check_data, optimizer_of
 from autoprec.tasks.small_networks import ByteTransformer, ConvolutionalClassifier, RecurrentClassifier, build_mlp
+from autoprec.tasks.source import with_source
 from autoprec.tasks.speech import NUM_FEATURES, NUM_SPEAKERS, SPEECH_NAMES, speech_batches
 from autoprec.tasks.tabular import NUM_COLUMNS, TABULAR_NAMES, tabular_batches
 from autoprec.tasks.text import NUM_BYTES, TEXT_NAMES, language_batches, load_text, topic_batches
@@ -130,7 +131,7 @@ def _small_task(settings: NamedSettings) -> Task:
     train, held_out = kind.batches(settings.data, settings.batch_size, settings.seed)
     name = settings.data.partition(":")[0]
     about = {"data": name} | ({"data_digest": load_text(settings.data).digest} if kind.data == TEXT_NAMES else {})
-    return Task(
+    task = Task(
         name=settings.model,
         model=kind.build,
         train_batches=train,
@@ -146,8 +147,8 @@ def _small_task(settings: NamedSettings) -> Task:
             description=f"{settings.target_batch_size} x {kind.shape}",
         ),
         settings=settings.identity() | about,
-        source=settings.source(),
     )
+    return with_source(task, settings.source())
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,8 @@ class Task:
         optimizer_implementation: "foreach", "fused" or "for-loop" of an optimizer class; None leaves torch's choice.
         compile: a backend of torch.compile to train with, such as "inductor"; None trains eagerly.
         settings: what else decides the numbers (data set, sizes ...): part of the study's fingerprint, JSON values.
-        source: how another process builds this task; None where it cannot travel.
+        source: how another process builds this task; None where it cannot travel. Not set by hand, and not carried
+            over by `dataclasses.replace`: the changed task is another one.
     """
 
     name: str
@@ -131,7 +132,7 @@ class Task:
     optimizer_implementation: str | None = None
     compile: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    source: TaskSource | None = None
+    source: TaskSource | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.metric_direction not in ("maximize", "minimize"):

@@ -20,7 +20,7 @@ from autoprec.errors import AutoprecError, TaskError, UsageError, did_you_mean
 if TYPE_CHECKING:
     from autoprec.tasks.protocol import Task
 
-__all__ = ["TaskSource", "call_task_function", "explain", "resolve_task", "source_of"]
+__all__ = ["TaskSource", "call_task_function", "explain", "resolve_task", "source_of", "with_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,13 @@ class TaskSource:
         if self.kind not in _BUILDERS:
             raise UsageError(f"task source {self.kind!r}; allowed: {', '.join(_BUILDERS)}")
         task = _BUILDERS[self.kind](self.arguments)
-        return dataclasses.replace(task, **self.options, source=self) if self.options else task
+        return with_source(dataclasses.replace(task, **self.options), self) if self.options else task
+
+
+def with_source(task: Task, source: TaskSource) -> Task:
+    """Note in the task itself how another process builds it, and return it."""
+    object.__setattr__(task, "source", source)
+    return task
 
 
 def _build_named(arguments: Mapping[str, Any]) -> Task:
@@ -68,9 +74,7 @@ def _build_vision(arguments: Mapping[str, Any]) -> Task:
 def _build_from_function(arguments: Mapping[str, Any]) -> Task:
     name = arguments["name"]
     task = call_task_function(load_function(name), arguments.get("arguments", {}), name=_shown(name))
-    if task.source is None:
-        object.__setattr__(task, "source", TaskSource("function", dict(arguments)))
-    return task
+    return task if task.source is not None else with_source(task, TaskSource("function", dict(arguments)))
 
 
 def call_task_function(function: Callable[..., Any], arguments: Mapping[str, Any], *, name: str) -> Task:
@@ -93,7 +97,7 @@ def call_task_function(function: Callable[..., Any], arguments: Mapping[str, Any
             task = function(**arguments)
     except AutoprecError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"{name} {explain(error)}") from error
     if not isinstance(task, Task):
         raise TaskError(f"{name} returned {type(task).__name__}; an autoprec.Task is needed")
@@ -133,9 +137,7 @@ def resolve_task(task: Task | str | Callable[[], Task]) -> Task:
         raise UsageError(f"the task is {type(task).__name__}; an autoprec.Task, its name or the function is needed")
     source = source_of(task)
     made = call_task_function(task, {}, name=getattr(task, "__qualname__", type(task).__name__))
-    if made.source is None and source is not None:
-        object.__setattr__(made, "source", source)
-    return made
+    return with_source(made, source) if made.source is None and source is not None else made
 
 
 def source_of(function: Callable[..., Any]) -> TaskSource | None:
@@ -227,7 +229,8 @@ def _place(error: BaseException, path: Path) -> str:
     """Return " (line N)" for the last line of the file that the error passed through."""
     if isinstance(error, SyntaxError):
         return f" (line {error.lineno})"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
     return f" (line {lines[-1]})" if lines else ""
 
 
@@ -238,7 +241,9 @@ def _load_module(name: str) -> Any:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise TaskError(f"task module {name} {explain(error)}") from error
         raise UsageError(f"task module {name!r}: there is no module {error.name!r}") from None
-    except Exception as error:
+    except AutoprecError:
+        raise
+    except (Exception, SystemExit) as error:
         raise TaskError(f"task module {name} {explain(error)}") from error
 
 
@@ -259,6 +264,8 @@ def explain(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"is not Python: {error.msg}"
     text = str(error).strip()
+    if text.startswith("Caught ") and " in DataLoader worker process" in text:
+        return f"raised {text.splitlines()[-1]} (in a worker process of the DataLoader)"
     return f"raised {type(error).__name__}: {text.splitlines()[0]}" if text else f"raised {type(error).__name__}"
 
 

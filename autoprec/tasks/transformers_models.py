@@ -22,7 +22,7 @@ from autoprec.errors import TaskError, UsageError, did_you_mean
 from autoprec.tasks.language import UNMASKED, LanguageBatch, masked_batches, next_token_batches
 from autoprec.tasks.protocol import TargetShape, Task
 from autoprec.tasks.settings import NamedSettings, check_data, missing_extra, optimizer_of
-from autoprec.tasks.source import TaskSource
+from autoprec.tasks.source import TaskSource, with_source
 from autoprec.tasks.text import TEXT_NAMES, load_text
 from autoprec.tasks.transformers_settings import BYTE_TOKENS, MASK_TOKEN, OF_TYPE, SMALL, TOKEN_SETTINGS
 
@@ -229,7 +229,7 @@ def _text_task(found: _Model, settings: NamedSettings, source: TaskSource) -> Ta
     target_length = min(TARGET_LENGTH, _num_positions(found.configuration()))
     train, held_out = make(min(LENGTH, target_length))
     target, _ = make(target_length)
-    return Task(
+    task = Task(
         name=found.name,
         model=partial(_build_for_text, found),
         train_batches=train,
@@ -246,8 +246,8 @@ def _text_task(found: _Model, settings: NamedSettings, source: TaskSource) -> Ta
             description=f"{settings.target_batch_size} x {target_length} tokens",
         ),
         settings=settings.identity() | _about(found) | {"data": text.name, "data_digest": text.digest},
-        source=source,
     )
+    return with_source(task, source)
 
 
 def _build_for_text(found: _Model) -> nn.Module:

@@ -23,7 +23,7 @@ from autoprec.tasks.networks import (
 )
 from autoprec.tasks.protocol import TargetShape, Task
 from autoprec.tasks.settings import NamedSettings, check_data, optimizer_of
-from autoprec.tasks.source import TaskSource
+from autoprec.tasks.source import TaskSource, with_source
 
 __all__ = ["BuildNetwork", "classification_task", "image_task", "vision_task"]
 
@@ -149,7 +149,7 @@ def image_task(
     if settings.weights is not None:
         identity["weights"] = weights_digest(settings.weights)
     size = settings.target_image_size
-    return Task(
+    task = Task(
         name=model,
         model=partial(build, image_size=settings.image_size, weights=settings.weights),
         train_batches=train,
@@ -167,8 +167,8 @@ def image_task(
             model=partial(build, image_size=size, weights=None),
         ),
         settings=identity,
-        source=source,
     )
+    return with_source(task, source)
 
 
 @dataclass(frozen=True, slots=True)

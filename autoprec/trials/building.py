@@ -147,8 +147,9 @@ def _set_choices(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
 def _refuse_closure(task: Task, optimizer: torch.optim.Optimizer) -> None:
     if needs_closure(optimizer):
         raise TaskError(
-            f"task {task.name!r}: {type(optimizer).__name__} evaluates the loss in a closure, which grad scalers do not"
-            " support; policies with FP16 could not be compared: use another optimizer"
+            f"task {task.name!r}: {type(optimizer).__name__} evaluates the loss in a closure as often as it likes: no"
+            " grad scaler supports that, and its step has no one memory and time to compare; use another optimizer (a"
+            " BF16 policy of your own trains with TrainingStep.run_closure)"
         )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoprec.errors import ApplyError, AutoprecError, StudyError, TaskError
+from autoprec.estimates.fakes import loss_of_fakes
 from autoprec.policy import Policy
 from autoprec.tasks.batches import BatchStream, count_samples, describe_loader, open_batches, tensors_of
 from autoprec.tasks.protocol import Batch, Batches, OneShot, TargetShape, Task
@@ -53,6 +54,7 @@ def check_task(task: Task, settings: TrialSettings, *, num_steps: int) -> list[s
         model = check.model()
         check.training(model, batch)
         check.evaluation(model)
+        check.target(model)
     del model, batch
     release(None, torch.device(settings.device))
     return check.notes
@@ -83,9 +85,13 @@ class _Check:
             return action()
         except ApplyError as error:
             raise self.error(str(error)) from error
+        except TaskError as error:
+            if str(error).startswith("task "):
+                raise
+            raise self.error(str(error)) from error
         except AutoprecError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if is_out_of_memory(error):
                 raise StudyError(
                     f"FP32 does not fit in memory: {shown} {explain(error)}; give smaller batches"
@@ -106,6 +112,15 @@ class _Check:
                 f"optimizer is an {type(task.optimizer).__name__} that was built already; its class, or a function from"
                 " parameters to an optimizer, is needed"
             )
+        builders = task.optimizer.values() if isinstance(task.optimizer, Mapping) else [task.optimizer]
+        for builder in builders:
+            if not callable(builder):
+                raise self.error(
+                    f"optimizer is {_what(builder)}; a class, or a function from parameters to an optimizer, is needed"
+                )
+        norm = task.max_grad_norm
+        if norm is not None and (not isinstance(norm, int | float) or isinstance(norm, bool) or not norm > 0):
+            raise self.error(f"max_grad_norm is {_what(norm)}; a number above 0, or None for no clipping, is needed")
         if task.target is not None and not isinstance(task.target, TargetShape):
             raise self.error(f"target is {_what(task.target)}; a TargetShape is needed")
         for name in ("metric", "evaluate", "scheduler", "num_samples", "num_tokens"):
@@ -124,11 +139,10 @@ class _Check:
     def batches(self) -> Batch:
         """Return the first training batch that a trial would use."""
         first = self._first("train_batches", self.task.train_batches)
-        self._count("num_samples", self.task.num_samples or count_samples, first)
+        self._count_samples("train_batches", first)
         if self.task.num_tokens is not None:
-            self._count("num_tokens", self.task.num_tokens, first)
-        held_out = self._first("eval_batches", self.task.eval_batches)
-        self._count("num_samples", self.task.num_samples or count_samples, held_out)
+            self._count("num_tokens(batch)", self.task.num_tokens, first)
+        self._count_samples("eval_batches", self._first("eval_batches", self.task.eval_batches))
         stream = BatchStream(
             self.task.train_batches, num_samples=self.task.num_samples, num_needed=self.num_batches, on_note=self.note
         )
@@ -166,10 +180,20 @@ class _Check:
             raise self.error(f"{field}: there are 0 batches{describe_loader(opened)}; at least one is needed")
         return first
 
-    def _count(self, field: str, count: Callable[[Batch], Any], batch: Batch) -> None:
-        number = self.call(f"{field}(batch)", count, batch)
+    def _count_samples(self, field: str, batch: Batch) -> int:
+        """Return how many samples a batch of this field has, as a trial counts them."""
+        if self.task.num_samples is not None:
+            return self._count("num_samples(batch)", self.task.num_samples, batch)
+        number: int = self.run(field, lambda: count_samples(batch))
+        if number < 1:
+            raise self.error(f"{field} gave a batch without samples: {_what(tensors_of(batch)[0])}")
+        return number
+
+    def _count(self, shown: str, count: Callable[[Batch], Any], batch: Batch) -> int:
+        number: Any = self.call(shown, count, batch)
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise self.error(f"{field}(batch) returned {_what(number)}; a whole number from 1 is needed")
+            raise self.error(f"{shown} returned {_what(number)}; a whole number from 1 is needed")
+        return number
 
     def model(self) -> nn.Module:
         """Return a bare model in training mode."""
@@ -281,6 +305,30 @@ class _Check:
                     f"{name} is {value} on the first held-out batch, in FP32: it is undefined on this held-out slice"
                 )
 
+    def target(self, model: nn.Module) -> None:
+        """Make one batch of the target shape and compute its loss, on shapes alone where that works.
+
+        Tasks by name are spared: their targets are tested.
+        """
+        task, target = self.task, self.task.target
+        if target is None or (task.source is not None and task.source.kind != "function"):
+            return
+        batch = self.call("target.make_batch()", target.make_batch)
+        number = self._count_samples("target.make_batch()", batch)
+        if number != target.batch_size:
+            raise self.error(
+                f"target.batch_size is {target.batch_size!r}, and target.make_batch() made {number} samples"
+            )
+        if target.model is not None:
+            build = functools.partial(self.call, "target.model()", target.model)
+            model = self.run("target.model()", lambda: build_model(task, self.device, build=build))
+        with torch.no_grad():
+            try:
+                loss_of_fakes(model, batch, task.loss)
+            except Exception:
+                moved = prepare_batch(task, batch, self.device)
+                self.run("at the target shape, loss(model, batch)", lambda: task.loss(model, moved))
+
 
 def _step(step: TrainingStep, loss: torch.Tensor, place: int | None) -> StepResult | None:
     """Take the step after one micro-batch, also where a window has more."""
@@ -303,7 +351,8 @@ def _what(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)[:60]
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def _same_weights(model: nn.Module, other: Any, error: Callable[[str], TaskError]) -> bool:

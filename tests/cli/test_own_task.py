@@ -64,8 +64,9 @@ def test_a_wrong_task_is_one_line_and_exit_2_and_nothing_is_written(
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize("verbose", [["-v", "search"], ["search", "-v"]], ids=["before", "after"])
 def test_verbose_shows_the_users_own_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, verbose: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(WRONG.replace("[]", "[__import__('torch').zeros(2, 3)]"))
@@ -73,7 +74,7 @@ def test_verbose_shows_the_users_own_traceback(
     assert capsys.readouterr().err == (
         "autoprec: task 'mine': model() raised NameError: name 'undefined_name' is not defined\n"
     )
-    assert run(monkeypatch, "-v", "search", "--task", "mine.py:task") == 2
+    assert run(monkeypatch, *verbose, "--task", "mine.py:task") == 2
     error = capsys.readouterr().err
     assert "return undefined_name" in error
     assert "NameError: name 'undefined_name' is not defined" in error

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import pickle
 import random
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ import torch
 from autoprec.errors import TaskError, UsageError
 from autoprec.tasks import Task, TaskSource
 from autoprec.tasks.code import code_digest
-from autoprec.tasks.source import resolve_task, source_of
+from autoprec.tasks.source import explain, resolve_task, source_of
 
 FILE = """
 from autoprec.tasks import Task
@@ -94,6 +97,7 @@ BROKEN = {
         "def task():\n    raise OSError('no such disk')\n",
         r"broken\.py:task raised OSError: no such disk",
     ),
+    "the function exits": ("def task():\n    raise SystemExit(3)\n", r"broken\.py:task raised SystemExit: 3"),
     "a task, no function": (
         "import autoprec\ntask = autoprec.Task(name='t', model=None, train_batches=[], eval_batches=[], loss=None)\n",
         r"broken\.py: 'task' is a Task; a function that makes it is needed",
@@ -102,13 +106,20 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("text", "words"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_file_is_one_line_that_says_where(tmp_path: Path, text: str, words: str) -> None:
-    path = tmp_path / "broken.py"
-    path.write_text(text)
+def test_a_broken_file_is_one_line_that_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text(text)
     with pytest.raises((TaskError, UsageError), match=words) as raised:
-        TaskSource("function", {"name": f"{path}:task"}).build()
+        TaskSource("function", {"name": "broken.py:task"}).build()
     assert "\n" not in str(raised.value)
     assert str(tmp_path) not in str(raised.value)
+
+
+def test_of_an_error_in_a_worker_process_of_a_loader_the_error_itself_is_told() -> None:
+    text = "Caught OSError in DataLoader worker process 0.\nOriginal Traceback:\n  File x\nOSError: no disk"
+    assert explain(OSError(text)) == "raised OSError: no disk (in a worker process of the DataLoader)"
 
 
 def test_the_users_own_error_is_the_cause(tmp_path: Path) -> None:
@@ -166,6 +177,27 @@ def test_a_function_of_a_package_travels_by_its_name(tmp_path: Path, monkeypatch
     assert resolve_task("own_package.tasks:make_task").name == "made-3"
 
 
+REPLACING = """
+import dataclasses
+from autoprec.tasks import vision_task
+def changed():
+    return dataclasses.replace(vision_task("resnet18", batch_size=8), max_grad_norm=0.5)
+def whole():
+    return vision_task("resnet18", batch_size=8)
+"""
+
+
+def test_a_task_by_name_that_was_changed_travels_with_its_change(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REPLACING)
+    changed, whole = (resolve_task(f"{tmp_path / 'mine.py'}:{name}") for name in ("changed", "whole"))
+    assert changed.source is not None
+    assert changed.source.build().max_grad_norm == 0.5
+    assert code_digest(changed) is not None
+    assert whole.source is not None
+    assert (whole.source.kind, whole.source.arguments["batch_size"]) == ("vision", 8)
+    assert dataclasses.replace(whole, max_grad_norm=0.5).source is None
+
+
 @pytest.mark.parametrize("given", [5, None], ids=str)
 def test_what_is_no_task_is_refused(given: object) -> None:
     with pytest.raises(UsageError, match=r"an autoprec\.Task, its name or the function is needed"):
@@ -183,17 +215,108 @@ def test_other_code_is_another_digest(task_file: Path) -> None:
     assert digest() != first
 
 
-def test_code_without_a_file_is_told_apart_by_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+IMPORTING = """
+import json, sys
+from autoprec.tasks import Task
+import helper
+def make_task():
+    from parts.late import build
+    return Task(name="t", model=build, train_batches=[], eval_batches=[], loss=helper.loss)
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_another"),
+    [
+        ("helper.py", True),
+        ("deeper.py", True),
+        ("parts/__init__.py", True),
+        ("parts/late.py", True),
+        ("parts/beside.py", True),
+        ("stranger.py", False),
+    ],
+)
+def test_what_a_task_file_imports_from_its_folder_is_part_of_the_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, is_another: bool
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    files = {
+        "mine.py": IMPORTING,
+        "helper.py": "import deeper, numpy\ndef loss(model, batch): return deeper.half(model(batch))",
+        "deeper.py": "import helper\ndef half(x): return x / 2",
+        "parts/__init__.py": "",
+        "parts/late.py": "from . import beside\nfrom .beside import nothing\nbuild = dict",
+        "parts/beside.py": "nothing = None",
+        "stranger.py": "",
+    }
+    (tmp_path / "parts").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    def digest() -> str | None:
+        for name in ("helper", "deeper", "parts", "parts.late", "parts.beside"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        return code_digest(resolve_task(f"{tmp_path / 'mine.py'}:make_task"))
+
+    first = digest()
+    assert digest() == first
+    (tmp_path / changed).write_text(files[changed] + "\n# changed")
+    assert (digest() != first) is is_another
+
+
+NOTEBOOK = """
+import math
+WIDTH = 8
+SIZES = [1, 2]
+class Net:
+    def __init__(self, width, depth): self.sizes = SIZES
+def mean(x): return x / WIDTH
+def make_task(depth=2):
+    width = 3
+    def loss(model, batch, scale=1.0): return mean(math.sqrt(width)) * scale
+    return Task(name="t", model=lambda: Net(width, depth), train_batches=[], eval_batches=[], loss=loss)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("WIDTH = 8", "WIDTH = 9"),
+        ("[1, 2]", "[1, 3]"),
+        ("self.sizes = SIZES", "self.sizes = SIZES, 1"),
+        ("x / WIDTH", "x * WIDTH"),
+        ("width = 3", "width = 4"),
+        ("depth=2", "depth=3"),
+        ("scale=1.0", "scale=2.0"),
+        ("* scale", "+ scale"),
+    ],
+)
+def test_code_without_a_file_is_told_apart_by_all_that_it_names(
+    monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
     monkeypatch.setitem(sys.modules, "a_notebook", ModuleType("a_notebook"))
 
     def digest(text: str) -> str | None:
-        names: dict[str, object] = {"__name__": "a_notebook"}
+        names: dict[str, Any] = {"__name__": "a_notebook", "Task": Task}
         exec(text, names)
-        loss: object = names["loss"]
-        return code_digest(Task(name="t", model=dict, train_batches=[], eval_batches=[], loss=loss))  # type: ignore[arg-type]
+        return code_digest(names["make_task"]())
 
-    one, same, other = (digest(f"def loss(model, batch):\n    return {value}") for value in (1, 1, 2))
-    assert one == same != other
+    assert old in NOTEBOOK
+    first = digest(NOTEBOOK)
+    assert digest(NOTEBOOK + "UNUSED = 1\n") == first is not None
+    assert digest(NOTEBOOK.replace(old, new)) != first
+
+
+def test_tasks_of_one_function_are_told_apart_by_what_they_close_over() -> None:
+    def digest(smoothing: float, width: int) -> str | None:
+        def loss(model: Any, batch: Any) -> Any:
+            return smoothing
+
+        build = functools.partial(dict, width=width)
+        return code_digest(Task(name="t", model=build, train_batches=[], eval_batches=[], loss=loss))  # type: ignore[arg-type]
+
+    assert digest(0.1, 8) == digest(0.1, 8)
+    assert len({digest(0.1, 8), digest(0.2, 8), digest(0.1, 9)}) == 3
 
 
 def test_a_task_by_name_and_installed_code_have_no_digest() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,6 +49,10 @@ def other_models_parameters(parameters: Any) -> torch.optim.Optimizer:
 
 def loss_of_a_stranger(model: nn.Module, batch: Any) -> torch.Tensor:
     return cross_entropy(STRANGER, batch)
+
+
+def target(make_batch: Any, *, batch_size: int = 8, model: Any = None) -> dict[str, Any]:
+    return {"target": TargetShape(make_batch=make_batch, batch_size=batch_size, model=model)}
 
 
 STRANGER = network()
@@ -102,7 +107,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"train_batches: there are 0 batches \(3 samples, batch size 8, drop_last\)",
     ),
     "no held-out batches": ({"eval_batches": lambda: iter(())}, "eval_batches: there are 0 batches"),
-    "batches are no iterable": ({"train_batches": 5}, "train_batches is int; batches in a list"),
+    "batches are no iterable": ({"train_batches": 5}, "task '[^']+': train_batches is int; batches in a list"),
     "batches return no iterable": ({"eval_batches": lambda: 5}, r"eval_batches\(\) is int; batches in a list"),
     "batches raise": ({"train_batches": fails}, r"train_batches\(\) raised KeyError"),
     "a loader raises": ({"train_batches": lambda: map(fails, [1])}, "train_batches raised KeyError: 'pixels'"),
@@ -161,12 +166,29 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"evaluate": share_correct},
         r"evaluate\(model, batch\) returned a tensor .*\(loss, m",
     ),
-    "clipping at zero": ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; above 0"),
+    "clipping at zero": ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; a number above 0"),
+    "clipping of text": ({"max_grad_norm": "1"}, "max_grad_norm is '1'; a number above 0"),
+    "an optimizer by name": ({"optimizer": "adam"}, "optimizer is 'adam'; a class, or a function from parameters"),
+    "model ends the program": ({"model": lambda: sys.exit(3)}, r"model\(\) raised SystemExit: 3"),
+    "batches without samples": (
+        {"eval_batches": [(torch.zeros(0, 4), torch.zeros(0))]},
+        r"eval_batches gave a batch without samples: a tensor of shape \(0, 4\)",
+    ),
     "settings that are no JSON": (
         {"settings": {"data": torch.zeros(1)}},
         r"settings\['data'\] is a tensor .* JSON value",
     ),
     "target that is none": ({"target": 128}, "target is 128; a TargetShape is needed"),
+    "target raises": (target(fails), r"target.make_batch\(\) raised KeyError: 'pixels'"),
+    "target of another size": (
+        target(lambda: batches(0)[0], batch_size=99),
+        r"target.batch_size is 99, and target.make_batch\(\) made 8 samples",
+    ),
+    "target of another shape": (
+        target(lambda: (torch.zeros(8, 9), torch.zeros(8, dtype=torch.long))),
+        r"at the target shape, loss\(model, batch\) raised RuntimeError: .* \(8x9 and 4x",
+    ),
+    "target's model is none": (target(lambda: batches(0)[0], model=dict), r"model\(\) returned dict; an nn.Module"),
 }
 
 
