@@ -105,18 +105,20 @@ def _announce(plan: SearchPlan, console: Console) -> None:
     if plan.task.target is not None:
         shape = plan.task.target.description or f"batches of {plan.task.target.batch_size}"
     pinned = [decision for decision in plan.decisions if decision.is_pinned]
+    named = plan.task.accuracy_name
     lines = [
         f"task      {plan.task.name}, trained here on {plan.trial.device}"
         + ("" if plan.target_is_here else " with FP16 emulated"),
         f"target    {shape} on {plan.target} ({kind})",
+        *([] if named == "accuracy" else [f"accuracy  stands for the {named}"]),
         f"space     {plan.space.name}: {plan.space.description}; {len(parameters.free_decisions)} decisions, "
         f"{len(pinned)} pinned",
         *(f"pinned    {d.name} to {d.choices[0]}: {'; '.join(d.reasons.values())}" for d in pinned[:10]),
         f"trials    {settings.n_trials} in all: {num_baselines} baselines, up to {len(plan.arms) - num_baselines} warm "
         f"starts, then {settings.sampler}; {plan.trial.warmup_steps + plan.trial.measured_steps} steps each"
         + (f", {plan.num_workers} at once" if plan.num_workers > 1 else ""),
-        f"proof     margin {proof.margin:g} of {plan.task.metric_name}, {proof.looks[0]} to {proof.max_seeds} seeds of "
-        f"{proof.num_steps} steps for each arm",
+        f"proof     margin {proof.margin:g} of {named}; {proof.looks[0]} to {proof.max_seeds} seeds "
+        f"of {proof.num_steps} steps for each arm",
         f"time      {forecast(plan)}",
         f"study     {plan.study_name} in {plan.folder}",
         *(f"note      {note}" for note in plan.notes),

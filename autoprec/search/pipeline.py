@@ -354,7 +354,7 @@ def _savings(plan: SearchPlan, study: SearchStudy, winner: Candidate) -> dict[st
 
 def metric_resolution(task: Task) -> float:
     """Return the smallest step of an accuracy: one sample of the held-out data; 0 for another metric."""
-    if task.metric is None or task.metric_name != "accuracy":
+    if task.accuracy_name != "accuracy":
         return 0.0
     count = task.num_samples or count_samples
     return 1.0 / max(1, sum(count(batch) for batch in open_batches(task.eval_batches, name="eval_batches")))

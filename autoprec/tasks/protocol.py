@@ -154,6 +154,13 @@ class Task:
                 object.__setattr__(self, name, OneShot(batches))
 
     @property
+    def accuracy_name(self) -> str:
+        """What stands behind the study's accuracy: the metric as it is stored, larger where it is better."""
+        if self.metric is None and self.evaluate is None:
+            return "held-out loss, negated"
+        return f"{self.metric_name}, negated" if self.metric_direction == "minimize" else self.metric_name
+
+    @property
     def trained_losses(self) -> list[tuple[int | None, Loss]]:
         """What one training step goes through: the place of the optimizer (None for all of them) and its loss."""
         return list(enumerate(self.losses.values())) if self.losses else [(None, self.loss)]

@@ -45,6 +45,21 @@ def test_a_metric_to_minimize_is_negated_and_no_metric_means_the_loss() -> None:
     assert plain.metric == pytest.approx(-plain.loss)
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "accuracy"),
+        ({"metric": None}, "held-out loss, negated"),
+        ({"metric_name": "auroc"}, "auroc"),
+        ({"metric_name": "error", "metric_direction": "minimize"}, "error, negated"),
+        ({"metric": None, "evaluate": print}, "accuracy"),
+    ],
+    ids=["a metric", "none", "another name", "to minimize", "evaluate alone"],
+)
+def test_what_stands_behind_the_accuracy_of_a_study_is_said(changes: dict[str, Any], name: str) -> None:
+    assert small_task(**changes).accuracy_name == name
+
+
 def test_the_model_gets_back_the_mode_of_every_module() -> None:
     model = network().train()
     model[1].eval()  # type: ignore[index]
