@@ -29,10 +29,10 @@ from autoprec.search.recommendation import Prefer, as_preference
 from autoprec.search.samplers import SAMPLERS
 from autoprec.search.space import SearchSpace, load_space
 from autoprec.search.study import Limits
-from autoprec.search.verification import Proof
 from autoprec.tasks.batches import BatchStream, cut_batch, move_batch
 from autoprec.tasks.code import code_digest
 from autoprec.tasks.options import training_options
+from autoprec.trials.building import lift_half_parameters
 from autoprec.trials.checking import check_task
 from autoprec.trials.compiling import check_compile
 from autoprec.trials.outcome import TrialSettings
@@ -168,6 +168,8 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         )
     torch.manual_seed(trial.seed)
     model = task.model()
+    if task.lift_half_parameters:
+        lift_half_parameters(model)
     batch = move_batch(next(BatchStream(task.train_batches, num_samples=task.num_samples)), torch.device("cpu"))
     units = _find_units(task, model, batch)
     space = _space(settings, model)

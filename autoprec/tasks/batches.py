@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -183,19 +184,28 @@ class BatchStream:
         self._num_opened = 0
         self._largest = 0
         self._iterator: Iterator[Batch] = iter(())
+        self._ahead: list[Batch] = []
 
     def __iter__(self) -> BatchStream:
         return self
 
     def __next__(self) -> Batch:
         while True:
-            batch = self._next_raw()
+            batch = self._ahead.pop() if self._ahead else self._next_raw()
             size = self._num_samples(batch)
             self._largest = max(self._largest, size)
+            if size == 1 and not self._num_given:
+                self._look_ahead()
             if size > 1 or self._largest == 1:
                 self._num_given += 1
                 return batch
             self._note("a training batch of one sample was left out: normalisation needs at least two")
+
+    def _look_ahead(self) -> None:
+        """Tell a first batch of one sample from data that has no larger ones, by the batch after it."""
+        with contextlib.suppress(TaskError):
+            self._ahead.append(self._next_raw())
+            self._largest = max(self._largest, self._num_samples(self._ahead[-1]))
 
     def _next_raw(self) -> Batch:
         for _ in range(2):

@@ -17,7 +17,14 @@ from autoprec.tasks.options import implementation_settings, training_options
 from autoprec.tasks.protocol import Batch, Task
 from autoprec.training import low_precision_parameters, needs_closure
 
-__all__ = ["build_model", "build_task_optimizers", "build_schedulers", "perturb_weights", "prepare_batch"]
+__all__ = [
+    "build_model",
+    "build_task_optimizers",
+    "build_schedulers",
+    "lift_half_parameters",
+    "perturb_weights",
+    "prepare_batch",
+]
 
 
 def build_model(task: Task, device: torch.device, *, build: Callable[[], nn.Module] | None = None) -> nn.Module:
@@ -36,9 +43,7 @@ def build_model(task: Task, device: torch.device, *, build: Callable[[], nn.Modu
     if any(is_lazy(parameter) for parameter in (*model.parameters(), *model.buffers())):
         _materialise(model, task, device)
     if task.lift_half_parameters:
-        half = low_precision_parameters(model)
-        for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.float() if name in half else parameter.data
+        lift_half_parameters(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskError(f"task {task.name!r}: no parameter of {type(model).__name__} is trainable (all are frozen)")
     if task.channels_last:
@@ -48,6 +53,13 @@ def build_model(task: Task, device: torch.device, *, build: Callable[[], nn.Modu
     except ApplyError as error:
         raise TaskError(f"task {task.name!r}: {error}") from None
     return model.train()
+
+
+def lift_half_parameters(model: nn.Module) -> None:
+    """Turn trainable FP16 and BF16 parameters into FP32 masters, in place."""
+    half = low_precision_parameters(model)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.float() if name in half else parameter.data
 
 
 def prepare_batch(task: Task, batch: Batch, device: torch.device) -> Batch:

@@ -67,4 +67,5 @@ def task(width: int = 64, batch_size: int = 32) -> autoprec.Task:
         eval_batches=Digits(order[1440:], batch_size, shuffle=False),
         loss=loss,
         evaluate=evaluate,
+        optimizer_settings={"lr": 3e-3},
     )

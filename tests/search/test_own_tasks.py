@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from autoprec import search_policy
 from autoprec.errors import TaskError
 from autoprec.policy import load_policy
 from autoprec.search import SearchSettings, prepare_search
 from autoprec.search.proof import Proof
+from autoprec.tasks import Task
 from autoprec.tasks.source import resolve_task
 from autoprec.trials import TrialSettings
 
@@ -91,6 +94,27 @@ def test_a_wrong_task_is_an_error_before_anything_is_written(task_file: Path, tm
     with pytest.raises(TaskError, match=r"task 'own': loss\(model, batch\) returned 0.5; one floating number"):
         search_policy(f"{task_file}:task", output=tmp_path / "out", **SHORT)
     assert not (tmp_path / "out").exists()
+
+
+def half_with_one_sample_first() -> Task:
+    x = torch.randn(17, 4)
+    batches = [(each, (each.sum(1) > 0).long()) for each in x.split([1, 8, 8])]
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8).half(), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    return Task(
+        name="t", model=build, train_batches=batches, eval_batches=batches, loss=loss, lift_half_parameters=True
+    )
+
+
+def test_a_plan_lifts_half_parameters_and_leaves_a_first_batch_of_one_sample_out() -> None:
+    plan = prepare_search(half_with_one_sample_first(), trial=TrialSettings(), settings=SearchSettings())
+    assert [decision.name for decision in plan.decisions] == ["0", "1", "2"]
+    assert "a training batch of one sample was left out: normalisation needs at least two" in plan.notes
 
 
 SEARCH = """

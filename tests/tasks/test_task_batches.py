@@ -22,6 +22,7 @@ from autoprec.tasks.batches import (
     move_batch,
     tensors_of,
 )
+from autoprec.tasks.protocol import OneShot
 
 
 class Pair(NamedTuple):
@@ -133,8 +134,13 @@ def test_a_last_batch_of_one_sample_is_left_out_with_one_note() -> None:
     assert notes == ["a training batch of one sample was left out: normalisation needs at least two"]
 
 
+def test_a_first_batch_of_one_sample_is_left_out_where_the_next_is_larger() -> None:
+    assert drawn(BatchStream(numbered(1, 4, 4)), 3) == [1, 2, 1]
+
+
 def test_where_all_batches_have_one_sample_they_are_used() -> None:
     assert drawn(BatchStream(numbered(1, 1)), 3) == [0, 1, 0]
+    assert drawn(BatchStream(OneShot(iter(numbered(1)))), 1) == [0]
 
 
 def test_no_batches_is_an_error_with_the_number() -> None:
