@@ -56,7 +56,7 @@ def _task(number: int) -> tuple[Task, str]:
 def _long_drop(task: Task, policy: Policy, *, seed: int) -> float:
     """Return FP32's accuracy minus the policy's after ten times the steps of the proof, on an unused seed."""
     plan = replace(Proof(), num_steps=Proof().num_steps * LONG_FACTOR, first_seed=LONG_SEED)
-    settings = plan.settings(trial_settings(seed), 0)
+    settings = plan.settings(trial_settings(seed), 0).model_copy(update={"watch_headroom": False})
     fp32, own = (run_trial(task, p, settings).accuracy for p in (FP32, policy))
     assert fp32 is not None
     return fp32.value - (0.0 if own is None else own.value)  # a run that diverged has lost all
