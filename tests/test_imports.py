@@ -45,6 +45,10 @@ ALLOWED_IN = {
     "aeon": {"tasks"},
     "timm": {"tasks"},
     "transformers": {"tasks"},
+    "plotly": {"report"},
+    "jinja2": {"report"},
+    "kaleido": {"report"},
+    "optuna_dashboard": {"report"},
 }
 
 

@@ -23,6 +23,8 @@ COMMANDS = (
     "verify",
     "choose",
     "show",
+    "report",
+    "dashboard",
     "diff",
     "check",
     "estimate",

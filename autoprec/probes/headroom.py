@@ -18,6 +18,8 @@ from autoprec.apply import read_structure
 __all__ = ["LargestHalf", "watch_headroom"]
 
 END_OF_FP16 = 65504.0
+UNWRITTEN = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+"""Operators whose results hold what was in memory before: dropout fills its mask only after it."""
 
 
 @dataclass(slots=True)
@@ -65,7 +67,11 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch._C._current_graph_task_id() == -1 and not func.is_view:
+        if (
+            torch._C._current_graph_task_id() == -1
+            and not func.is_view
+            and func.overloadpacket.__name__ not in UNWRITTEN
+        ):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float16 and leaf.numel():
                     self._look(leaf)

@@ -19,7 +19,7 @@ from autoprec.search.shares import Shares
 from autoprec.search.statistics import num_values_needed
 from autoprec.trials.outcome import Outcome, TrialSettings
 
-__all__ = ["RunStore", "Verification", "verify"]
+__all__ = ["RunStore", "StoredRun", "Verification", "verify"]
 
 RUN_PREFIX = "autoprec:verification:"
 PERTURBATION = 2.0**-11
@@ -70,16 +70,32 @@ class Verification:
         return paired_ratios(self.outcomes.get(name, {}), self.outcomes.get(FP32, {}), num_arms=num_arms)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """One run of a proof as the study keeps it."""
+
+    arm: str
+    key: str
+    seed_index: int
+    outcome: Outcome
+
+
 class RunStore:
     """The runs of a proof, kept as user attributes of the search's study: they are no trials and teach no sampler."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
 
+    def runs(self) -> list[StoredRun]:
+        """Return all runs, in the order in which the storage gives them."""
+        stored = [value for name, value in self.study.user_attrs.items() if name.startswith(RUN_PREFIX)]
+        return [
+            StoredRun(run["arm"], run["policy_key"], run["seed_index"], Outcome(**run["outcome"])) for run in stored
+        ]
+
     def outcomes(self) -> dict[tuple[str, int], Outcome]:
         """Return (policy key, seed index) -> outcome."""
-        stored = [value for name, value in self.study.user_attrs.items() if name.startswith(RUN_PREFIX)]
-        return {(run["policy_key"], run["seed_index"]): Outcome(**run["outcome"]) for run in stored}
+        return {(run.key, run.seed_index): run.outcome for run in self.runs()}
 
     def add(self, contender: Contender, index: int, outcome: Outcome) -> None:
         run = {

@@ -28,6 +28,8 @@ ERRORS = {
     "verify": ["", "nowhere.json", "bad.json", "--max-seeds x nowhere.json"],
     "choose": ["", "nowhere", "nowhere --memory-budget 0GB"],
     "show": ["", "nowhere.json", "bad.json", "policy.json --schema", "policy.json --format xml"],
+    "report": ["", "nowhere", ". --png"],
+    "dashboard": ["", "nowhere", ". --port 0"],
     "diff": ["policy.json", "policy.json nowhere.json"],
     "check": ["", "nowhere.json --model mlp", "policy.json --model mpl", "policy.json --model mlp"],
     "estimate": ["--model resnet5", "--gpu v10 --model mlp", "--memory-budget 12 --model mlp", "--batch-size 0"],

@@ -40,6 +40,15 @@ def test_fp32_values_infinities_nans_and_the_largest_number_itself_do_not_count(
     assert watch(nn.Sequential(Scaled(1e6)), torch.ones(2), Policy(default="fp32")).value == 0.0
 
 
+def test_memory_that_is_not_written_yet_does_not_count() -> None:
+    model, largest, x = nn.Sequential(nn.Dropout(0.5)).train(), LargestHalf(), torch.ones(64, 64).half()
+    for _ in range(20):
+        torch.full((64, 64), 60_000.0).half()  # freed at once: the next tensor of that size lies there
+        with watch_headroom(model, largest):
+            model(x)
+    assert largest.value == 2.0
+
+
 def test_the_backward_pass_does_not_count() -> None:
     model = apply_policy(nn.Sequential(nn.Linear(4, 4)), Policy(default="fp16"))
     largest = LargestHalf()
