@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -18,12 +20,13 @@ from autoprec.search.recommendation import Candidate, rank
 
 if TYPE_CHECKING:
     from autoprec.policy import Policy
+    from autoprec.profiling.profile import Profile
     from autoprec.search.plan import SearchPlan
     from autoprec.search.study import TrialRecord
     from autoprec.search.verification import Verification
     from autoprec.trials.outcome import Outcome
 
-__all__ = ["ProofProgress", "Progress", "forecast", "print_margin"]
+__all__ = ["ProofProgress", "Progress", "forecast", "print_margin", "show_shares", "time_shares"]
 
 
 class ProofProgress(Events):
@@ -71,6 +74,18 @@ class Progress(ProofProgress):
         super().__init__(console)
         self._plan = plan
         self._candidates: list[Candidate] = []
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def profile_taken(self, profile: Profile) -> None:
+        self._seconds["profile"] += profile.wall_seconds * self._plan.num_workers  # nothing else runs beside it
+
+    def verification_finished(self, arm: str, seed: int, outcome: Outcome) -> None:
+        self._seconds.update(outcome.phase_seconds)
+        super().verification_finished(arm, seed, outcome)
+
+    def shares(self, wall_seconds: float) -> dict[str, float]:
+        """Return what each phase took of the time that the workers had in `wall_seconds`, and the `rest`."""
+        return time_shares(self._seconds, wall_seconds=wall_seconds, num_workers=self._plan.num_workers)
 
     def resumed(self, records: Sequence[TrialRecord]) -> None:
         self._candidates = [_candidate(record) for record in records if record.is_feasible and not record.is_cached]
@@ -83,6 +98,7 @@ class Progress(ProofProgress):
 
     def trial_finished(self, record: TrialRecord, *, num_finished: int, n_trials: int) -> None:
         outcome = record.outcome
+        self._seconds.update(outcome.phase_seconds)
         numbers = (
             f"{show_bytes(outcome.peak_memory_bytes)}, {show_throughput(outcome.throughput_samples_per_second)}, "
             f"accuracy {show_accuracy(outcome.accuracy)}"
@@ -106,6 +122,20 @@ class Progress(ProofProgress):
         if self._status is not None:
             elapsed = show_duration(time.monotonic() - self._started)
             self._status.update(escaped(f"{text} ({elapsed}; best so far {self._best()})"))
+
+
+def time_shares(seconds: Mapping[str, float], *, wall_seconds: float, num_workers: int) -> dict[str, float]:
+    """Return the share of each phase in the time of all workers, and of the `rest`: start-up, sampler, files, idle."""
+    whole = max(wall_seconds * num_workers, 1e-9)
+    shares = {phase: seconds.get(phase, 0.0) / whole for phase in ("training", "evaluation", "profile", "target")}
+    return {**shares, "rest": max(0.0, 1.0 - math.fsum(shares.values()))}
+
+
+def show_shares(shares: Mapping[str, float], wall_seconds: float) -> str:
+    """Say where the time of a search went, measured here."""
+    names = {"target": "estimates of the target", "rest": "all else"}
+    parts = (f"{names.get(phase, phase)} {share:.1%}" for phase, share in shares.items())
+    return f"time here {show_duration(wall_seconds)}: {', '.join(parts)}"
 
 
 def _candidate(record: TrialRecord) -> Candidate:

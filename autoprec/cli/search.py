@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,6 +49,7 @@ def _search(
     output: Annotated[Path | None, option("Folder for the files.", "-o", "--output")] = None,
     format: Annotated[str, option("text or json.", "--format")] = "text",
 ) -> None:
+    started = time.perf_counter()
     check_format(format)
     settings = {
         "n_trials": n_trials,
@@ -62,11 +64,11 @@ def _search(
     }
     plan = _prepare(task, margin=margin, max_seeds=max_seeds, settings=settings)
     try:
-        result = _run(plan, trial_timeout=trial_timeout, to_stderr=format == "json")
+        result, shares = _run(plan, trial_timeout=trial_timeout, to_stderr=format == "json", started=started)
     except KeyboardInterrupt:
         print("interrupted; the best so far is written, the same command goes on where it stopped", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    _report(result, format=format)
+    _report(result, shares, wall_seconds=time.perf_counter() - started, format=format)
     raise typer.Exit(0 if result.is_conclusive else INCONCLUSIVE)
 
 
@@ -79,7 +81,9 @@ def _prepare(task: TaskOptions, *, margin: float | None, max_seeds: int | None, 
     return prepare_search(task.build_task(), trial=trial, settings=search)
 
 
-def _run(plan: SearchPlan, *, trial_timeout: float, to_stderr: bool) -> SearchResult:
+def _run(
+    plan: SearchPlan, *, trial_timeout: float, to_stderr: bool, started: float
+) -> tuple[SearchResult, dict[str, float]]:
     from autoprec.cli.progress import Progress
     from autoprec.search.measuring import open_measure
     from autoprec.search.pipeline import run_search
@@ -90,7 +94,8 @@ def _run(plan: SearchPlan, *, trial_timeout: float, to_stderr: bool) -> SearchRe
         Progress(console, plan) as progress,
         open_measure(plan.task, timeout_seconds=trial_timeout, num_workers=plan.num_workers) as measure,
     ):
-        return run_search(plan, measure, events=progress)
+        result = run_search(plan, measure, events=progress)
+        return result, progress.shares(time.perf_counter() - started)
 
 
 def _announce(plan: SearchPlan, console: Console) -> None:
@@ -127,8 +132,8 @@ def _announce(plan: SearchPlan, console: Console) -> None:
         console.print(escaped(line), soft_wrap=True)
 
 
-def _report(result: SearchResult, *, format: str) -> None:
-    from autoprec.cli.progress import print_margin
+def _report(result: SearchResult, shares: dict[str, float], *, wall_seconds: float, format: str) -> None:
+    from autoprec.cli.progress import print_margin, show_shares
     from autoprec.report.escaping import escaped
     from autoprec.report.tables import comparison_table
     from autoprec.search.export import arm_evidence
@@ -150,6 +155,8 @@ def _report(result: SearchResult, *, format: str) -> None:
             "provable_margin": result.verification.provable_margin,
             "arms": {name: arm.model_dump(mode="json", exclude_none=True) for name, arm in arms.items()},
             "files": files,
+            "wall_seconds": wall_seconds,
+            "time_shares": shares,
         }
         print_json(document)
         return
@@ -157,4 +164,5 @@ def _report(result: SearchResult, *, format: str) -> None:
     console.print(comparison_table(arms, title=f"{result.plan.task.name} on {result.plan.target}"))
     print_margin(console, result.verification)
     console.print(escaped(result.choice.sentence), soft_wrap=True)
+    console.print(show_shares(shares, wall_seconds))
     console.print(escaped(f"written: {', '.join(files)}"), soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoprec.policy import Policy
+from autoprec.profiling.profile import Profile
 from autoprec.search.study import TrialRecord
 from autoprec.trials.outcome import Outcome
 
@@ -16,6 +17,9 @@ class Events:
 
     def note(self, text: str) -> None:
         """Hear one sentence about something that was skipped, resumed or changed."""
+
+    def profile_taken(self, profile: Profile) -> None:
+        """Hear that the profile was taken, not loaded."""
 
     def resumed(self, records: Sequence[TrialRecord]) -> None:
         """Hear of the trials that the study held before this search began."""

@@ -155,7 +155,9 @@ def _unit_evidence(plan: SearchPlan, choice: Choice, lessons: Lessons) -> dict[s
         refused = "; ".join(f"{name}: {reason}" for name, reason in decision.reasons.items())
         for name in decision.units:
             precision = choice.policy.modules.get(name, choice.policy.default)
-            why = f"decision {decision.name}" if choice.kind == "policy" else f"recommended: {choice.name}"
+            why = (
+                f"decision {decision.name}, {choice.name}" if choice.kind == "policy" else f"recommended: {choice.name}"
+            )
             reason = f"pinned ({refused})" if decision.is_pinned and refused else why
             if decision.name in lessons.reasons and choice.kind == "policy":
                 reason = f"not searched: {lessons.reasons[decision.name]}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from optuna.storages import RDBStorage
+from optuna.storages import BaseStorage
 from optuna.study import Study
 
 from autoprec.errors import PrecisionWarning, UsageError
@@ -29,7 +29,7 @@ from autoprec.search.proof import build_proof
 from autoprec.search.recommendation import PREFERENCES, Candidate, Choice, Prefer, choose, order_of, rank
 from autoprec.search.revert import give_back, savings
 from autoprec.search.runner import run_trials
-from autoprec.search.samplers import POLICY, build_sampler, quiet_optuna
+from autoprec.search.samplers import build_sampler, quiet_optuna
 from autoprec.search.shares import Shares
 from autoprec.search.storage import alone, open_storage, sqlite_url
 from autoprec.search.study import OBJECTIVES, SearchStudy, TrialRecord, open_study
@@ -41,7 +41,7 @@ from autoprec.trials.isolation import isolated
 from autoprec.trials.outcome import TrialSettings
 from autoprec.trials.target import TargetFigures, estimate_figures
 
-__all__ = ["SearchResult", "metric_resolution", "run_search", "search_policy", "with_ratios"]
+__all__ = ["SearchResult", "metric_resolution", "open_search", "run_search", "search_policy", "with_ratios"]
 
 SAVINGS_PREFIX = "autoprec:savings:"
 MAX_ROUNDS = 3
@@ -153,7 +153,7 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
         _check_folder(plan)
         lessons = learn(plan, measure, events)
         storage = open_storage(plan.settings.storage or sqlite_url(plan.folder / "study.db"))
-        study = _open(plan, storage, lessons)
+        study = open_search(plan, storage, lessons)
         num_stale = study.fail_stale()
         if num_stale:
             events.note(f"{num_stale} trial(s) of a search that was stopped are marked as failed")
@@ -176,16 +176,18 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
         return _finish(plan, study, candidates, verification, lessons)
 
 
-def _open(plan: SearchPlan, storage: RDBStorage, lessons: Lessons) -> SearchStudy:
-    is_policy = plan.settings.sampler == POLICY
+def open_search(plan: SearchPlan, storage: BaseStorage, lessons: Lessons) -> SearchStudy:
+    """Open the study of a search, with the sampler that its settings and its profile ask for."""
+    fixed = {**plan.parameters.defaults, **plan.parameters.fixed, **lessons.fixed}
     sampler = build_sampler(
         plan.settings.sampler,
         seed=plan.trial.seed,
-        fixed={**plan.parameters.fixed, **(plan.parameters.defaults if is_policy else {}), **lessons.fixed},
+        fixed=fixed,
         prior=lessons.prior,
         preference=PREFERENCE_WEIGHTS[plan.settings.prefer if plan.target_is_here else "smallest"],
         reciprocal=[list(OBJECTIVES).index("throughput_samples_per_second")],
         same=[AUTOCAST_DTYPE],
+        scaler=[name for name in fixed if name.startswith("grad_scaler/")],
         late=[EPS, AMSGRAD],
     )
     return open_study(
@@ -215,8 +217,8 @@ def candidates_of(study: SearchStudy, plan: SearchPlan, refuted: Sequence[Candid
 
     At most `MAX_FINALISTS` for the preference that was asked for and the best for each other one, so that a choice can
     be made again. Found policies that a proof has `refuted` stand beside them, and baselines that it has refuted are no
-    more to be better than. Of found policies with the same precisions only
-    the one with the default optimizer settings stands, or the first; one with other settings where they lower the loss.
+    more to be better than. Of found policies with the same precisions only the one with the default optimizer settings
+    stands; one with other settings where they lower the loss beside it.
     """
     settings = plan.settings
     records = [record for record in study.records if not record.is_cached]
@@ -235,13 +237,16 @@ def _finalists(baselines: Sequence[Candidate], found: Sequence[Candidate], prefe
     reference = next(c for c in baselines if c.name == FP32)
     ranked = rank([*(c for c in baselines if c.outcome.is_ok), *found], reference, prefer)
     better = ranked[: next(i for i, c in enumerate(ranked) if not c.is_found)]
-    standing: dict[Any, Candidate] = {}
-    for candidate in sorted(better, key=lambda c: c.policy.optimizer is not None):
-        precisions = (candidate.policy.default, tuple(candidate.policy.modules.items()))
-        known = standing.setdefault(precisions, candidate)
-        if known.policy.optimizer != candidate.policy.optimizer and lowers_loss(candidate.outcome, known.outcome):
-            standing[precisions] = candidate
+    standing = {_precisions(c): c for c in reversed(better) if c.policy.optimizer is None}
+    for candidate in (c for c in better if c.policy.optimizer is not None):
+        known = standing.get(_precisions(candidate))
+        if known is not None and lowers_loss(candidate.outcome, known.outcome):
+            standing[_precisions(candidate)] = candidate
     return [c for c in better if c in standing.values()]
+
+
+def _precisions(candidate: Candidate) -> tuple[Any, ...]:
+    return candidate.policy.default, tuple(candidate.policy.modules.items())
 
 
 def _candidate(record: TrialRecord) -> Candidate:

@@ -185,7 +185,7 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
     info = describe_model(read_structure(model), task.name)
     identity = study_identity(
         task=task_identity(task),
-        trial=trial.model_dump(mode="json"),
+        trial=trial.model_dump(mode="json", exclude={"abort"}),
         model=content_hash(info.model_dump_json()),
         space=content_hash(space.model_dump_json()),
         sampler=settings.sampler,

@@ -50,8 +50,10 @@ class PolicySampler(BaseSampler):
         reciprocal: numbers of the objectives, such as a throughput, that add up over units as 1 / value.
         fixed: parameters that get this value whatever happens.
         same: names in `fixed` that change what a trial gives: one with another value teaches nothing about precisions.
-        late: names among them that are searched after the precisions: from the trial number `LATE_AFTER` on every
-            `LATE_EVERY`th trial gives the best policy so far another value of one of them.
+        scaler: names in `fixed` that change what constraints say and not what a policy costs: where a trial has other
+            values, its constraints teach nothing, and a policy that broke one may be proposed again.
+        late: names in `fixed`, as `same`, that are searched after the precisions: from the trial number `LATE_AFTER` on
+            every `LATE_EVERY`th trial gives the best policy so far another value of one of them.
         safe_choice: the choice that never makes a training fail.
         ignore_failed: trials in state FAIL say nothing about their policy (they were interrupted); False takes a failed
             trial for a failed training.
@@ -66,6 +68,7 @@ class PolicySampler(BaseSampler):
         reciprocal: Sequence[int] = (),
         fixed: Mapping[str, Any] | None = None,
         same: Sequence[str] = (),
+        scaler: Sequence[str] = (),
         late: Sequence[str] = (),
         safe_choice: str = SAFE_CHOICE,
         ignore_failed: bool = False,
@@ -76,6 +79,7 @@ class PolicySampler(BaseSampler):
         self._reciprocal = tuple(reciprocal)
         self._fixed = dict(fixed or {})
         self._same = {name: self._fixed[name] for name in (*same, *late) if name in self._fixed}
+        self._scaler = {name: self._fixed[name] for name in scaler if name in self._fixed}
         self._searched_late = tuple(name for name in late if name in self._fixed)
         self._safe_choice = safe_choice
         self._ignore_failed = ignore_failed
@@ -129,6 +133,7 @@ class PolicySampler(BaseSampler):
             reciprocal=self._reciprocal,
             ignore_failed=self._ignore_failed,
             same=self._same,
+            scaler=self._scaler,
         )
         weights = (
             np.ones(len(study.directions)) if self._preference is None else np.array(self._preference, dtype=float)

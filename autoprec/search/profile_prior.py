@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from optuna.distributions import CategoricalDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from scipy.special import ndtr  # type: ignore[import-untyped]
 
 from autoprec.policy import Number, Precision
@@ -183,9 +183,9 @@ def _pinned_to(profile: Profile, decision: Decision) -> Precision:
 
 def _scaler_values(profile: Profile, parameters: Parameters) -> dict[str, ParameterValue]:
     choices = {
-        name.partition("/")[2]: [float(choice) for choice in distribution.choices]  # type: ignore[arg-type]
+        name.partition("/")[2]: _offered(distribution)
         for name, distribution in parameters.distributions.items()
-        if name.startswith("grad_scaler/") and isinstance(distribution, CategoricalDistribution)
+        if name.startswith("grad_scaler/")
     }
     if not choices or not any(unit.activation_gradients.num_values for unit in profile.units.values()):
         return {}
@@ -194,6 +194,17 @@ def _scaler_values(profile: Profile, parameters: Parameters) -> dict[str, Parame
         choices["growth_interval"] = list(whole)
     settings = choose_scaler(profile, choices)
     return {f"grad_scaler/{name}": getattr(settings, name) for name in choices}
+
+
+def _offered(distribution: BaseDistribution) -> list[float]:
+    """Return the choices of a scaler's setting; of a range its powers of two, or a few values where it has no scale."""
+    if isinstance(distribution, CategoricalDistribution):
+        return [float(choice) for choice in distribution.choices]  # type: ignore[arg-type]
+    assert isinstance(distribution, FloatDistribution | IntDistribution)
+    low, high = float(distribution.low), float(distribution.high)
+    if distribution.log:
+        return [2.0**octave for octave in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)] or [low]
+    return [low, (low + high) / 2, high]
 
 
 def unit_figures(profile: Profile, name: str, precision: Precision, scale: float) -> dict[str, Any]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from autoprec.errors import AutoprecError, StudyError
+from autoprec.policy import GradScalerSettings
 from autoprec.profiling.profile import Profile
+from autoprec.profiling.scaler_choice import scale_window
+from autoprec.profiling.scaler_replay import headroom_octaves
 from autoprec.search.events import Events
 from autoprec.search.lookahead import Measure
 from autoprec.search.plan import SearchPlan
@@ -39,6 +43,7 @@ def learn(plan: SearchPlan, measure: Measure, events: Events) -> Lessons:
             events.note(f"no profile: {str(error).splitlines()[0]}")
         else:
             profile.save(plan.folder / FILE_NAME)
+            events.profile_taken(profile)
     if profile is None:
         return Lessons(plain_prior(plan.parameters, plan.unit_calls))
     lessons = learn_from_profile(
@@ -50,7 +55,7 @@ def learn(plan: SearchPlan, measure: Measure, events: Events) -> Lessons:
 
 
 def _told(lessons: Lessons) -> list[str]:
-    """Return one sentence for each reason why decisions are not searched."""
+    """Return one sentence on the loss scale, and one for each reason why decisions are not searched."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for name, reason in lessons.reasons.items():
         by_reason.setdefault((reason, lessons.prior.pinned[f"precision/{name}"]), []).append(name)
@@ -58,7 +63,23 @@ def _told(lessons: Lessons) -> list[str]:
     for (reason, choice), names in by_reason.items():
         shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
         told.append(f"{shown}: {choice}, not searched ({reason})")
-    return told
+    return [*_scale_told(lessons), *told]
+
+
+def _scale_told(lessons: Lessons) -> list[str]:
+    """Say which initial scale was chosen and how often gradients may double before it overflows."""
+    profile, scale = lessons.profile, lessons.fixed.get("grad_scaler/init_scale")
+    if profile is None or not isinstance(scale, float):
+        return []
+    room, window = headroom_octaves(profile.gradients.maximum, scale), scale_window(profile.gradients)
+    if room is None:
+        return []
+    low, high = (round(math.log2(end)) for end in (window.low, window.high))
+    torchs = headroom_octaves(profile.gradients.maximum, GradScalerSettings().init_scale)
+    return [
+        f"init_scale {scale:g}: {room:+.1f} octaves below overflow, torch's 65536 {torchs:+.1f}; safe window 2^{low} "
+        f"to 2^{high} (measured in {profile.num_steps} FP32 steps)"
+    ]
 
 
 def _load(plan: SearchPlan) -> Profile | None:

@@ -116,18 +116,28 @@ def propose(
 def best_so_far(history: TrialHistory, weights: Array) -> tuple[int, ...]:
     """Return the feasible policy with the largest measured gain; there has to be one."""
     gains = -sum(weight * q.values for weight, q in zip(weights, history.objectives, strict=True))
-    best = int(np.argmax(np.where(history.feasible, gains, -np.inf)))
-    return tuple(history.chosen[best].tolist())
+    complete = history.objectives[0].trials
+    best = int(np.argmax(np.where(history.feasible[complete], gains, -np.inf)))
+    return tuple(history.chosen[complete[best]].tolist())
 
 
 def _believe(encoding: Encoding, history: TrialHistory, prior: PolicyPrior) -> _Belief:
     rows = encoding.rows(history.chosen)
     costs = [
-        fit_costs(encoding, rows, q.values, prior.costs.get(k), expected_change=EXPECTED_CHANGE if q.is_cost else 0.0)
+        fit_costs(
+            encoding,
+            rows[q.trials],
+            q.values,
+            prior.costs.get(k),
+            expected_change=EXPECTED_CHANGE if q.is_cost else 0.0,
+        )
         for k, q in enumerate(history.objectives)
     ]
     constraints = [
-        (fit_costs(encoding, rows, q.values, prior.constraints.get(name), expected_change=EXPECTED_USE), q.limit)
+        (
+            fit_costs(encoding, rows[q.trials], q.values, prior.constraints.get(name), expected_change=EXPECTED_USE),
+            q.limit,
+        )
         for name, q in history.constraints.items()
         if q.limit is not None
     ]

@@ -11,7 +11,7 @@ from optuna.trial import Trial
 
 from autoprec.errors import StudyError, TaskError
 from autoprec.policy import Policy
-from autoprec.search.arms import FP32, Arm
+from autoprec.search.arms import BASELINES, FP32, Arm
 from autoprec.search.events import Events
 from autoprec.search.lookahead import Measure, measure_ahead, num_parallel
 from autoprec.search.parameters import ParameterValue
@@ -125,7 +125,7 @@ class _Runner:
                     continue
                 self._running[each.key] = each
                 self._events.trial_started(each.trial.number, each.label, each.policy)
-                yield each, each.policy, self._settings
+                yield each, each.policy, self._settings_for(each)
 
         try:
             with closing(measure_ahead(self._measure, jobs())) as results:
@@ -144,6 +144,13 @@ class _Runner:
             self._fail([*self._running.values(), *repeated, *(source if isinstance(asked, list) else ())])
             self._running.clear()
             raise
+
+    def _settings_for(self, asked: _Asked) -> TrialSettings:
+        """Let all but the baselines end when they can no longer be feasible."""
+        reference = self._study.fp32
+        if asked.label in BASELINES or reference is None:
+            return self._settings
+        return self._settings.model_copy(update={"abort": self._study.limits.abort_rules(reference.outcome)})
 
     def _equal(self, asked: _Asked) -> TrialRecord | None:
         records = self._study.records

@@ -42,6 +42,7 @@ def build_sampler(
     preference: Sequence[float] | None = None,
     reciprocal: Sequence[int] = (),
     same: Sequence[str] = (),
+    scaler: Sequence[str] = (),
     late: Sequence[str] = (),
 ) -> BaseSampler:
     """Return the sampler called `name`; parameters in `fixed` are never sampled, only enqueued trials differ.
@@ -61,6 +62,7 @@ def build_sampler(
             reciprocal=reciprocal,
             fixed=fixed,
             same=same,
+            scaler=scaler,
             late=late,
             ignore_failed=True,
         )

@@ -18,6 +18,7 @@ from autoprec.search.arms import FP32
 from autoprec.search.fingerprint import Identity, first_difference
 from autoprec.search.parameters import Parameters, ParameterValue
 from autoprec.search.trial_history import CACHED_FROM, FAILED_UNIT
+from autoprec.trials.aborting import AbortRules, training_loss_gap
 from autoprec.trials.outcome import Outcome
 
 __all__ = ["OBJECTIVES", "Limits", "TrialRecord", "SearchStudy", "load_or_create", "open_study", "objective_values"]
@@ -40,6 +41,14 @@ class Limits:
 
     max_loss_gap: float = 0.5
     max_skip_rate: float = 0.25
+
+    def abort_rules(self, fp32: Outcome) -> AbortRules:
+        """Return what ends a trial early: it cannot become feasible any more."""
+        return AbortRules(
+            max_skip_rate=self.max_skip_rate,
+            max_loss_gap=self.max_loss_gap,
+            reference_losses=tuple(fp32.train_losses),
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ class SearchStudy:
         return self.study.ask(fixed_distributions=dict(self.parameters.distributions))
 
     def tell(self, trial: Trial, policy: Policy, outcome: Outcome, *, cached_from: int | None = None) -> TrialRecord:
-        """Store an outcome with its constraints and objective values."""
+        """Store an outcome with its constraints, and its objective values unless it was aborted: then it is pruned."""
         reference = None if trial.user_attrs.get("arm") == FP32 else self.fp32
         fp32 = outcome if reference is None else reference.outcome
         trial.set_user_attr("policy", policy.model_dump(mode="json", exclude_none=True))
@@ -112,11 +121,19 @@ class SearchStudy:
         if cached_from is not None:
             trial.set_user_attr(CACHED_FROM, cached_from)
         failed = self.parameters.owner_of(outcome.first_non_finite.module) if outcome.first_non_finite else None
-        if failed is not None and not outcome.is_ok:
+        if failed is not None and self._blames(outcome, is_arm="arm" in trial.user_attrs):
             trial.set_user_attr(FAILED_UNIT, failed)
         for name, value in constraint_values(outcome, fp32, self.limits).items():
             trial.set_constraint(name, value)
+        if outcome.kind == "aborted":
+            return _record(self.study.tell(trial, state=TrialState.PRUNED))
         return _record(self.study.tell(trial, objective_values(outcome, fp32)))
+
+    def _blames(self, outcome: Outcome, *, is_arm: bool) -> bool:
+        """Whether the first place that was not finite is why a trial ended; an arm may skip for its scale alone."""
+        if outcome.kind == "aborted":
+            return outcome.skip_rate > self.limits.max_skip_rate and not is_arm
+        return not outcome.is_ok
 
     def fail(self, trial: Trial) -> None:
         """Store that a trial did not finish; it counts for nothing and its policy may be run again."""
@@ -202,7 +219,14 @@ def _name_objectives(study: Study) -> None:
 
 
 def constraint_values(outcome: Outcome, fp32: Outcome, limits: Limits) -> dict[str, float]:
-    """Return the constraints, feasible where <= 0: finiteness, skipped steps, held-out loss above FP32's."""
+    """Return the constraints, feasible where <= 0: finiteness, skipped steps, held-out loss above FP32's.
+
+    Of an aborted trial the loss is the training's, and absent where it had not come far enough to tell.
+    """
+    if outcome.kind == "aborted":
+        known = training_loss_gap(outcome.train_losses, fp32.train_losses)
+        skips = {"finite": -1.0, "skip_rate": outcome.skip_rate - limits.max_skip_rate}
+        return skips if skips["skip_rate"] > 0 or known is None else {**skips, "loss_gap": known - limits.max_loss_gap}
     gap = 1.0
     if outcome.is_ok and outcome.eval_loss is not None and fp32.eval_loss is not None:
         reference = fp32.eval_loss.value
@@ -238,7 +262,7 @@ def objective_values(outcome: Outcome, fp32: Outcome) -> list[float]:
 
 
 def _is_finished(trial: FrozenTrial) -> bool:
-    return trial.state == TrialState.COMPLETE and "outcome" in trial.user_attrs
+    return trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and "outcome" in trial.user_attrs
 
 
 def _record(trial: FrozenTrial) -> TrialRecord:
@@ -249,7 +273,7 @@ def _record(trial: FrozenTrial) -> TrialRecord:
         key=attributes["policy_key"],
         policy=Policy(**attributes["policy"]),
         outcome=Outcome(**attributes["outcome"]),
-        is_feasible=all(value <= 0 for value in trial.constraints.values()),
+        is_feasible=trial.state == TrialState.COMPLETE and all(value <= 0 for value in trial.constraints.values()),
         is_cached=CACHED_FROM in attributes,
     )
 

@@ -35,11 +35,13 @@ class Quantity:
     Attributes:
         values: 0 at the reference; an objective's are smaller where it is better, a constraint's reach `limit` where
             it breaks.
+        trials: which of the history's `chosen` they belong to: a trial that was ended early has no objectives.
         limit: None for an objective.
         is_cost: whether it is a cost by nature, such as memory and time, which low precision is expected to cut.
     """
 
     values: NDArray[np.float64]
+    trials: NDArray[np.intp]
     limit: float | None = None
     is_cost: bool = True
 
@@ -47,7 +49,7 @@ class Quantity:
 @dataclass(frozen=True, slots=True)
 class TrialHistory:
     """Attributes:
-    chosen: policies of the trials that give numbers, (trials, units).
+    chosen: policies of the trials that give numbers, constraints at least, (trials, units).
     objectives, constraints: their numbers.
     feasible: whether each broke no constraint.
     verdicts: what every trial that was run says about failures, in order.
@@ -97,42 +99,55 @@ def read_history(
     reciprocal: Sequence[int],
     ignore_failed: bool,
     same: Mapping[str, Any],
+    scaler: Mapping[str, Any] | None = None,
 ) -> TrialHistory:
     """Read the trials of a study; one that lacks a decision, or has another choice for it, is left out.
 
     Trials whose other parameters are not those of `same` say nothing about precisions: they only count as asked for.
+    Those with other values than `scaler` say nothing about constraints, all units safe excepted: what broke one counts
+    as not asked for.
     """
     seen: set[tuple[int, ...]] = set()
     verdicts: list[Verdict] = []
     numbers: list[FrozenTrial] = []
     chosen: list[tuple[int, ...]] = []
+    constrained: list[FrozenTrial] = []
     for trial in trials:
         row = encoding.numbers(trial.params)
         if row is None or (trial.state == TrialState.FAIL and ignore_failed):
             continue
-        seen.add(row)
+        is_other = row != encoding.safe and _differs(trial, scaler or {})
+        if not (is_other and any(value > 0 for value in trial.constraints.values())):
+            seen.add(row)
         if not trial.state.is_finished() or CACHED_FROM in trial.user_attrs:
             continue
-        if any(trial.params.get(name, value) != value for name, value in same.items()):
+        if _differs(trial, same):
             continue
         failed = _has_failed(trial)
         verdicts.append(Verdict(row, failed, _named(encoding, trial)))
-        if not failed and trial.values is not None:
+        if not failed and (trial.values is not None or any(name != FINITE for name in trial.constraints)):
             numbers.append(trial)
             chosen.append(row)
-    reference = next((t for t, row in zip(numbers, chosen, strict=True) if row == encoding.safe), None)
+            constrained += [] if is_other else [trial]
+    reference = next((t for t, row in zip(numbers, chosen, strict=True) if row == encoding.safe and t.values), None)
     return TrialHistory(
         chosen=np.array(chosen, dtype=np.intp).reshape(len(chosen), len(encoding.parameters)),
         objectives=[
             _objective(numbers, reference, k, direction, reciprocal=k in reciprocal)
             for k, direction in enumerate(directions)
         ],
-        constraints=_constraints(numbers, reference),
-        feasible=np.array([all(v <= 0 for v in t.constraints.values()) for t in numbers], dtype=bool),
+        constraints=_constraints(numbers, constrained, reference),
+        feasible=np.array(
+            [bool(t.values) and all(v <= 0 for v in t.constraints.values()) for t in numbers], dtype=bool
+        ),
         verdicts=verdicts,
         seen=frozenset(seen),
         has_reference=tuple(encoding.safe) in seen,
     )
+
+
+def _differs(trial: FrozenTrial, wanted: Mapping[str, Any]) -> bool:
+    return any(trial.params.get(name, value) != value for name, value in wanted.items())
 
 
 def _is_decision(distribution: BaseDistribution, safe_choice: str) -> bool:
@@ -183,7 +198,8 @@ def _objective(
     *,
     reciprocal: bool,
 ) -> Quantity:
-    raw = np.array([trial.values[number] for trial in trials], dtype=np.float64)
+    known = np.array([place for place, trial in enumerate(trials) if trial.values], dtype=np.intp)
+    raw = np.array([trials[place].values[number] for place in known], dtype=np.float64)
     if reciprocal and (raw > 0).all():
         raw, direction = 1.0 / np.maximum(raw, 1e-300), StudyDirection.MINIMIZE
         start = None if reference is None else 1.0 / reference.values[number]
@@ -191,21 +207,27 @@ def _objective(
         start = None if reference is None else float(reference.values[number])
     is_cost = direction == StudyDirection.MINIMIZE
     if not len(raw):
-        return Quantity(raw, is_cost=is_cost)
+        return Quantity(raw, known, is_cost=is_cost)
     start = float(np.median(raw)) if start is None else start
     scale = abs(start) or float(np.std(raw)) or 1.0
     sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
-    return Quantity(sign * (raw - start) / scale, is_cost=is_cost)
+    return Quantity(sign * (raw - start) / scale, known, is_cost=is_cost)
 
 
-def _constraints(trials: Sequence[FrozenTrial], reference: FrozenTrial | None) -> dict[str, Quantity]:
-    names = dict.fromkeys(name for trial in trials for name in trial.constraints if name != FINITE)
+def _constraints(
+    trials: Sequence[FrozenTrial], told: Sequence[FrozenTrial], reference: FrozenTrial | None
+) -> dict[str, Quantity]:
+    """Return the constraints that all complete trials have, as `told`, some of `trials`, knows them."""
+    numbers = {trial.number for trial in told}
+    names = dict.fromkeys(name for trial in told for name in trial.constraints if name != FINITE)
     found: dict[str, Quantity] = {}
     for name in names:
-        if not all(name in trial.constraints for trial in trials):
+        if any(trial.values and name not in trial.constraints for trial in told):
             continue
-        raw = np.array([trial.constraints[name] for trial in trials], dtype=np.float64)
+        places = [p for p, trial in enumerate(trials) if trial.number in numbers and name in trial.constraints]
+        known = np.array(places, dtype=np.intp)
+        raw = np.array([trials[place].constraints[name] for place in known], dtype=np.float64)
         start = float(np.median(raw)) if reference is None else float(reference.constraints[name])
         scale = -start if start < 0 else float(np.std(raw)) or 1.0
-        found[name] = Quantity((raw - start) / scale, limit=-start / scale)
+        found[name] = Quantity((raw - start) / scale, known, limit=-start / scale)
     return found

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from autoprec.policy import Number
+from autoprec.trials.aborting import AbortRules
 
 __all__ = ["EndKind", "Headroom", "Outcome", "TrialSettings", "NonFinite"]
 
@@ -19,6 +20,7 @@ EndKind = Literal[
     "non_finite_buffer",
     "unsupported",
     "timeout",
+    "aborted",
     "crashed",
     "user_error",
 ]
@@ -46,6 +48,8 @@ class TrialSettings(BaseModel):
     """Move each start weight by up to this share of itself, at random: shows how far two equal trainings part."""
     watch_headroom: bool = False
     """Note how near the forward passes come to the end of FP16 (verification)."""
+    abort: AbortRules | None = None
+    """When to end before the last step; a search's trials but the baselines have some, runs of a proof none."""
 
 
 class NonFinite(BaseModel):
@@ -85,6 +89,8 @@ class Outcome(BaseModel):
     train_losses: list[float] = Field(default_factory=list)
     num_steps_taken: int = 0
     num_steps_skipped: int = 0
+    num_steps_planned: int = 0
+    """More than were taken and skipped where the trial ended early."""
     scale_history: list[float] = Field(default_factory=list)
     grad_norms: list[float | None] = Field(default_factory=list)
     """Norm of the unscaled gradients at each step; None where it was not finite."""
@@ -96,6 +102,8 @@ class Outcome(BaseModel):
     stderr_tail: str = ""
     traceback: str = ""
     wall_seconds: float = 0.0
+    phase_seconds: dict[str, float] = Field(default_factory=dict)
+    """Parts of `wall_seconds`: `training`, `evaluation`, `target` (memory and throughput of the target shape)."""
     step_seconds_here: float | None = None
     """Median time of a step on this machine, for planning; not the throughput of the target."""
 
@@ -105,5 +113,6 @@ class Outcome(BaseModel):
 
     @property
     def skip_rate(self) -> float:
-        steps = self.num_steps_taken + self.num_steps_skipped
+        """The share of the planned steps that was skipped: of a trial that ended early at least that."""
+        steps = max(self.num_steps_taken + self.num_steps_skipped, self.num_steps_planned)
         return self.num_steps_skipped / steps if steps else 0.0

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,10 +66,12 @@ def run_trial(task: Task, policy: Policy, settings: TrialSettings) -> Outcome:
         set_tf32(task.tf32)
         outcome = trial.run()
         if outcome.is_ok:
-            outcome = _with_target(outcome, task, policy, settings)
+            with trial.timed("target"):
+                outcome = _with_target(outcome, task, policy, settings)
     forget_compiled(task)
     release(trial.reference, torch.device(settings.device))
-    return outcome.model_copy(update={"wall_seconds": time.perf_counter() - started})
+    seconds = {"wall_seconds": time.perf_counter() - started, "phase_seconds": trial.phase_seconds}
+    return outcome.model_copy(update=seconds)
 
 
 def _with_target(outcome: Outcome, task: Task, policy: Policy, settings: TrialSettings) -> Outcome:
@@ -105,6 +107,7 @@ class _Trial:
     grad_norms: list[float | None] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    phase_seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     num_taken: int = 0
     num_skipped: int = 0
@@ -130,14 +133,24 @@ class _Trial:
             model = build_model(self.task, self.device)
             perturb_weights(model, self.settings.perturbation, seed=self.settings.seed)
             self.reference = weakref.ref(model)
-            with self._arithmetic():
+            with self.timed("training"), self._arithmetic():
                 self._train(model)
-            return self._ok(*self._evaluate(model))
+            with self.timed("evaluation"):
+                result = self._evaluate(model)
+            return self._ok(*result)
         except Exception as error:
             return self._ended(error, model)
         finally:
             if model is not None:
                 _strip(model)
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phase_seconds[phase] = time.perf_counter() - started
 
     def _arithmetic(self) -> contextlib.AbstractContextManager[Any]:
         return emulate() if self.emulates else contextlib.nullcontext()
@@ -160,6 +173,7 @@ class _Trial:
         for number in range(1, self.num_steps + 1):
             self.step_number = number
             self._step(model, running, step, [self._next(batches) for _ in range(self.task.accumulation_steps)])
+            self._check_rules()
         self._check_end(model, step)
 
     def _step(self, model: nn.Module, running: nn.Module, step: TrainingStep, batches: list[Batch]) -> None:
@@ -197,6 +211,14 @@ class _Trial:
         place = find_in_forward(model, run, step=self.step_number)
         where = f"; first non-finite in module {place.module!r}" if place is not None else ""
         raise TrialEnd("non_finite_loss", f"the loss is {value} at step {self.step_number}{where}", non_finite=place)
+
+    def _check_rules(self) -> None:
+        rules, is_last = self.settings.abort, self.step_number == self.num_steps
+        if rules is None or is_last:
+            return
+        reason = rules.reason(self.losses, num_skipped=self.num_skipped, num_steps=self.num_steps)
+        if reason:
+            raise TrialEnd("aborted", reason, non_finite=self.non_finite)
 
     def _note_skip(self, model: nn.Module, number: int) -> None:
         if self.non_finite is None:
@@ -281,6 +303,7 @@ class _Trial:
             scale_history=self.scales,
             num_steps_taken=self.num_taken,
             num_steps_skipped=self.num_skipped,
+            num_steps_planned=self.num_steps,
             first_non_finite=self.non_finite,
             headroom=self._headroom(),
             step_seconds_here=statistics.median(measured) if measured else None,

@@ -9,6 +9,7 @@ import statistics
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,12 +84,15 @@ def estimate_figures(task: Task, policy: Policy, settings: TrialSettings) -> Tar
 def target_estimate(task: Task, policy: Policy, settings: TrialSettings) -> StepEstimate:
     """Estimate one step at the target shape for `settings.gpu`; equal policies are estimated once."""
     seed_everything(settings.seed)
-    model = build_model(task, torch.device("cpu"), build=_target_model(task))
     cached = _ESTIMATES.setdefault(task, {})
-    key = _policy_key(model, policy, settings.gpu)
-    if key not in cached:
-        cached[key] = _estimate(model, task, policy, settings.gpu)
-    return cached[key]
+    rules = _key(settings.gpu, policy, [policy.default, list(policy.modules.items())])
+    if rules not in cached:  # building a model to resolve the same rules again costs as much as two training steps
+        model = build_model(task, torch.device("cpu"), build=_target_model(task))
+        key = _policy_key(model, policy, settings.gpu)
+        if key not in cached:
+            cached[key] = _estimate(model, task, policy, settings.gpu)
+        cached[rules] = cached[key]
+    return cached[rules]
 
 
 def _target_model(task: Task) -> Callable[[], nn.Module] | None:
@@ -110,8 +114,12 @@ def target_batch(task: Task) -> Batch:
 
 def _policy_key(model: nn.Module, policy: Policy, gpu: str) -> str:
     """A hash of the effective policy: rules that lead to the same precisions are the same."""
-    structure = read_structure(model)
-    precisions, _ = resolve_precisions(policy, structure.parents)
+    precisions, _ = resolve_precisions(policy, read_structure(model).parents)
+    return _key(gpu, policy, precisions)
+
+
+def _key(gpu: str, policy: Policy, precisions: Any) -> str:
+    """A hash of what decides an estimate, by rules or by the precisions that these lead to."""
     optimizer = policy.optimizer.model_dump() if policy.optimizer is not None else None
     text = json.dumps([gpu, policy.dtype, precisions, optimizer], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -254,3 +254,40 @@ def test_a_suggestion_over_54_units_takes_less_than_30_milliseconds() -> None:
         study.sampler.sample_relative(study, trial._cached_frozen_trial, space)
         seconds.append(time.thread_time() - started)
     assert min(seconds) < 0.03
+
+
+def test_a_pruned_trial_teaches_its_constraints_and_that_it_did_not_fail() -> None:
+    toy = Toy(6)
+
+    def objective(trial: Trial) -> tuple[float, float]:
+        params = {name: trial.suggest_categorical(name, CHOICES) for name in toy.names}
+        gap = sum(0.4 for name in toy.names[:3] if params[name] != "fp32") - 0.5
+        trial.set_constraint("finite", -1.0)
+        trial.set_constraint("loss_gap", gap)
+        if gap > 0:
+            raise optuna.TrialPruned
+        return toy.time(params), 1.0 / toy.time(params)
+
+    study = create(policy_sampler())
+    study.enqueue_trial(dict.fromkeys(toy.names, "fp32"))
+    study.enqueue_trial(dict.fromkeys(toy.names, "fp16"))
+    study.optimize(objective, n_trials=20)
+    assert study.trials[1].state == TrialState.PRUNED
+    pruned = [trial for trial in study.trials[2:] if trial.state == TrialState.PRUNED]
+    assert len(pruned) <= 6  # of the 27 patterns of the first three units 7 keep the limit
+
+
+def test_a_policy_that_broke_a_constraint_under_another_scaler_is_tried_under_its_own() -> None:
+    toy, name = Toy(4, cast=0.0), "grad_scaler/init_scale"
+    space = {**toy.distributions, name: CategoricalDistribution([512.0, 65536.0])}
+    study = create(policy_sampler(fixed={name: 512.0}, scaler=[name]))
+    for kind, scale in (("fp32", 65536.0), ("fp16", 65536.0)):
+        study.enqueue_trial({**dict.fromkeys(toy.names, kind), name: scale})
+    for _ in range(3):
+        trial = study.ask(fixed_distributions=space)
+        is_low = any(trial.params[unit] != "fp32" for unit in toy.names)
+        trial.set_constraint("finite", -1.0)
+        trial.set_constraint("skip_rate", 0.5 if is_low and trial.params[name] > 512.0 else -0.25)
+        study.tell(trial, [toy.time(trial.params), 1.0 / toy.time(trial.params)])
+    assert study.trials[1].constraints["skip_rate"] > 0
+    assert study.trials[2].params == {**dict.fromkeys(toy.names, "fp16"), name: 512.0}

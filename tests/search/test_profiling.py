@@ -7,14 +7,17 @@ from pathlib import Path
 
 import optuna
 import pytest
+import torch
 from toys import FakeMeasure, tiny_plan
 
 from autoprec.errors import TaskError
 from autoprec.policy import Policy, load_policy
-from autoprec.profiling.profile import Profile
+from autoprec.probes.ranges import ExponentHistogram
+from autoprec.profiling.profile import Profile, UnitProfile
 from autoprec.profiling.run import take_profile
 from autoprec.search.events import Events
 from autoprec.search.pipeline import SearchResult, run_search
+from autoprec.search.profiling import Lessons, _told
 from autoprec.trials.outcome import NonFinite, Outcome, TrialSettings
 
 
@@ -76,6 +79,16 @@ def test_the_unit_that_overflows_is_never_proposed_in_half_and_the_reason_is_tol
     assert sampled
     assert all(record.policy.modules.get("norm", record.policy.default) == "fp32" for record in sampled)
     assert any(text.startswith("norm: fp32, not searched (overflows FP16") for text in notes.texts)
+
+
+def test_the_headroom_of_the_loss_scale_is_told_in_octaves() -> None:
+    unit = UnitProfile(activation_gradients=ExponentHistogram.of(torch.tensor([0.25, 1.0, 4.0])))
+    profile = Profile(num_steps=5, watched_steps=[1], losses=[1.0], gradient_maxima=[4.0], units={"norm": unit})
+    lessons = Lessons(fixed={"grad_scaler/init_scale": 1024.0}, profile=profile)
+    (text,) = _told(lessons)
+    assert text.startswith(
+        "init_scale 1024: +4.0 octaves below overflow, torch's 65536 -2.0; safe window 2^-14 to 2^12"
+    )
 
 
 def test_the_policy_carries_the_profiles_evidence_for_each_unit(tmp_path: Path) -> None:

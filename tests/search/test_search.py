@@ -211,6 +211,26 @@ def test_a_policy_that_diverges_teaches_the_sampler_with_finite_worst_values(tmp
     assert "half everywhere" not in (result.folder / "front.json").read_text()
 
 
+def test_an_aborted_trial_is_pruned_with_its_constraints_and_counts_as_run(tmp_path: Path) -> None:
+    class Aborting(FakeMeasure):
+        def __call__(self, policy: Policy, settings: TrialSettings) -> Outcome:
+            outcome = super().__call__(policy, settings)
+            losses = [3.0 if policy.modules.get("norm") == "fp16" else 1.0] * 20
+            reason = settings.abort.reason(losses, num_skipped=0, num_steps=28) if settings.abort else ""
+            ended = {"kind": "aborted", "message": reason} if reason else {}
+            return outcome.model_copy(update={"train_losses": losses, "num_steps_planned": 28, **ended})
+
+    result = run(tmp_path, Aborting(noise=0.001), n_trials=9)
+    trial = load(result.plan).trials[4]
+    assert trial.user_attrs["arm"] == "half everywhere"
+    assert (trial.state, trial.values) == (TrialState.PRUNED, None)
+    assert trial.constraints == {"finite": -1.0, "skip_rate": -0.25, "loss_gap": pytest.approx(1.5)}
+    assert sum(not record.is_cached for record in result.records) == 9
+    again = Aborting(noise=0.001)
+    run(tmp_path, again, n_trials=9)
+    assert again.order == []
+
+
 def test_a_policy_whose_loss_is_far_above_fp32_is_infeasible(tmp_path: Path) -> None:
     result = run(tmp_path, FakeMeasure(effect=lambda p: -0.6 if p.modules.get("norm") == "fp16" else 0.0), n_trials=6)
     by_arm = {record.arm: record for record in result.records}

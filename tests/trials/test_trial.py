@@ -32,6 +32,7 @@ from autoprec.errors import TaskError
 from autoprec.policy import GradScalerSettings, OptimizerSettings, Policy
 from autoprec.tasks import TargetShape, vision_task
 from autoprec.trials import Outcome, TrialSettings, run_trial, target
+from autoprec.trials.aborting import AbortRules
 
 FP32 = Policy(default="fp32")
 AUTOCAST = Policy(default="autocast", dtype="fp16")
@@ -41,7 +42,7 @@ SHORT = TrialSettings(warmup_steps=2, measured_steps=5, batchnorm_batches=3)
 
 
 def comparable(outcome: Outcome) -> dict[str, Any]:
-    return outcome.model_dump(exclude={"wall_seconds", "step_seconds_here"})
+    return outcome.model_dump(exclude={"wall_seconds", "step_seconds_here", "phase_seconds"})
 
 
 class TestOrdinary:
@@ -480,6 +481,16 @@ class TestKinds:
         assert (outcome.kind, outcome.step) == ("non_finite_buffer", 3)
         assert "buffer 1.running_mean at step 3" in outcome.message
         assert run_trial(task, FP32, SHORT).is_ok
+
+    def test_more_skipped_steps_than_are_allowed_end_the_trial_at_once(self) -> None:
+        rules = AbortRules(max_skip_rate=0.25, max_loss_gap=0.5)
+        settings = TrialSettings(warmup_steps=4, measured_steps=12, abort=rules)
+        outcome = run_trial(small_task(model=OverflowsInBackward), HALF, settings)
+        assert (outcome.kind, outcome.step) == ("aborted", 5)
+        assert (outcome.num_steps_taken, outcome.num_steps_skipped, outcome.skip_rate) == (0, 5, 5 / 16)
+        assert outcome.message == "5 of 5 steps were skipped; 4 of 16 are allowed"
+        assert outcome.first_non_finite is not None
+        assert outcome.first_non_finite.module == "inside"
 
     def test_gradients_that_always_overflow_take_no_step(self) -> None:
         outcome = run_trial(small_task(model=OverflowsInBackward), HALF, SHORT)
