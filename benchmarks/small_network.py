@@ -111,7 +111,8 @@ def main() -> None:
         if number % 50 == 0:
             print(f"{number} of {len(policies)} policies, {time.perf_counter() - started:.0f} s", flush=True)
     DATA.parent.mkdir(exist_ok=True)
-    DATA.write_text(json.dumps({key: row(outcome) for key, outcome in outcomes.items()}, indent=0) + "\n")
+    rows = (f"{json.dumps(key)}: {json.dumps(row(outcome))}" for key, outcome in outcomes.items())
+    DATA.write_text("{\n" + ",\n".join(rows) + "\n}\n")
     kinds = {kind: sum(o.kind == kind for o in outcomes.values()) for kind in {o.kind for o in outcomes.values()}}
     print(f"{len(outcomes)} policies measured in {time.perf_counter() - started:.0f} s: {kinds}")
 
