@@ -77,10 +77,11 @@ def _open(task: TaskOptions, policy: Policy | None) -> tuple[TargetEstimator, st
 
 
 def _arms(policy: Policy | None, gpu: str) -> dict[str, Policy]:
+    """The baselines under their names, without what a search would load, and the policy where there is one."""
     from autoprec.estimates import gpu_by_name
-    from autoprec.search.arms import AUTOCAST_BF16, BASELINES
+    from autoprec.policy import Policy
 
-    arms = {name: arm for name, arm in BASELINES.items() if name != AUTOCAST_BF16}
+    arms = {"fp32": Policy(default="fp32"), "autocast fp16": Policy(default="autocast", dtype="fp16")}
     if policy is None:
         return arms
     if "bf16" in policy.low_precisions and not gpu_by_name(gpu).native_bf16:

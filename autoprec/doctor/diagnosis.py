@@ -297,6 +297,18 @@ def _misuse(seen: Observations) -> Iterator[Finding]:
         )
 
 
+def _no_half(seen: Observations) -> Iterator[Finding]:
+    if not seen.used_half and not seen.half_parameters:
+        yield Finding(
+            "nothing in half",
+            "",
+            "no operator computed in FP16 or BF16",
+            "neither memory nor time is saved; autocast for a device that is not there does nothing",
+            "torch.autocast for the device that the tensors are on, or autoprec.apply_policy",
+            is_wrong=False,
+        )
+
+
 def _costs(seen: Observations) -> Iterator[Finding]:
     fp32, half = (sum(counts[kind] for counts in seen.saved_bytes.values()) for kind in ("fp32", "half"))
     total = fp32 + half
@@ -346,6 +358,7 @@ RULES: tuple[Callable[[Observations], Iterator[Finding]], ...] = (
     _underflow,
     _half_loss,
     _half_softmax,
+    _no_half,
     _costs,
 )
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autoprec.doctor.observations import Birth, Flushed, Observations, Products
 from autoprec.estimates import Gpu, Roofline
 from autoprec.estimates.operations import describe_operation, runs_no_kernel
-from autoprec.estimates.roofline import padding
+from autoprec.estimates.roofline import MUCH_PADDING, padding
 
 __all__ = ["HALF", "OperatorWatch"]
 
@@ -125,10 +125,11 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "_to_copy" and inputs and outputs and inputs[0].dtype != outputs[0].dtype:
             self._seen.num_casts += 1
             self._seen.cast_seconds += seconds
-        if operation.flops and operation.dtype in HALF:
+        factor = padding(operation.dims, 8)
+        if operation.flops and operation.dtype in HALF and factor < MUCH_PADDING:
             products = self._seen.products.setdefault(unit, Products())
             products.flops += operation.flops
-            products.padded_flops += operation.flops * padding(operation.dims, 8)
+            products.padded_flops += operation.flops * factor
             products.sizes = tuple(size for size in operation.dims if size % 8) or products.sizes
 
     def _note_flushed(self, func: Any, args: Any, kwargs: Any, result: Any, name: str, unit: str) -> None:

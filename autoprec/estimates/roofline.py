@@ -14,7 +14,7 @@ from autoprec.estimates.gpus import Gpu
 from autoprec.estimates.operations import Operation
 from autoprec.estimates.recording import StepRecording
 
-__all__ = ["RATIO_ERROR", "Roofline", "StepTime", "padding", "predict_time"]
+__all__ = ["MUCH_PADDING", "RATIO_ERROR", "Roofline", "StepTime", "padding", "predict_time"]
 
 RATIO_ERROR = 0.4
 """Largest relative error of a predicted ratio of mixed precision to FP32 or TF32 beside the published ones
@@ -23,7 +23,7 @@ RATIO_ERROR = 0.4
 _ALIGNMENT = {"fp16": 8, "bf16": 8, "tf32": 4, "fp32": 1}
 """Tensor cores pad each dimension to 16 bytes (NVIDIA, "Deep Learning Performance: Matrix Multiplication", tensor core
 requirements)."""
-_MUCH_PADDING = 4
+MUCH_PADDING = 4
 """From here on (few channels a group, as in depthwise convolutions) ordinary cores are considered too."""
 
 
@@ -58,7 +58,7 @@ class Roofline:
             return ordinary + launching
         relayout = operation.layout_bytes / bandwidth
         padded = max(moving, self._products(operation.flops * factor, gpu, precision)) + relayout
-        return (min(padded, ordinary) if factor >= _MUCH_PADDING else padded) + launching
+        return (min(padded, ordinary) if factor >= MUCH_PADDING else padded) + launching
 
     def _products(self, flops: float, gpu: Gpu, precision: str) -> float:
         return flops / (_peak(gpu, precision) * 1e12 * self.compute_share)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,8 @@ from autoprec.estimates.settings import Loss, StepSettings
 from autoprec.policy import Number, Policy
 
 __all__ = ["StepEstimate", "estimate_step", "real_peak"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +127,9 @@ def estimate_step(
         image_size=image_size,
         num_samples=num_samples,
     )
+    started = time.perf_counter()
     recording, notes = _record(model, batch, loss, settings)
+    _LOG.debug("a step of %s was estimated in %.1f s", type(model).__name__, time.perf_counter() - started)
     return _estimate(
         recording, target, roofline or Roofline(), rounding_bytes, (*notes, *_gpu_notes(recording, target))
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,10 +144,24 @@ def load_images(data: str, *, seed: int = 0) -> ImageData:
 
 
 def _load_digits(path: str, seed: int) -> ImageData:
+    pixels, labels = _read_digits()
+    return _from_pixels("digits", pixels[:, None], labels, largest=16.0, seed=seed)
+
+
+def _read_digits() -> tuple[Any, Any]:
+    """Return pixels (n, 8, 8) and labels (n) of scikit-learn's digits.
+
+    Read from its file where that lies as ever: importing scikit-learn takes seconds of every start.
+    """
+    spec = importlib.util.find_spec("sklearn")
+    file = Path(spec.origin or "").parent / "datasets" / "data" / "digits.csv.gz" if spec is not None else None
+    if file is not None and file.is_file():
+        table = np.loadtxt(file, delimiter=",")
+        return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(int)
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    return _from_pixels("digits", digits.images[:, None], digits.target, largest=16.0, seed=seed)
+    return digits.images, digits.target
 
 
 def _load_mnist(path: str, seed: int) -> ImageData:

@@ -100,6 +100,24 @@ def test_flushed_gradients_are_those_that_fp16_cannot_hold() -> None:
     assert (lost.num_flushed, lost.magnitude_share < 1e-3) == (1, True)
 
 
+def test_a_training_without_half_and_one_with_odd_sizes_get_a_note_and_no_more() -> None:
+    def train(size: int, *, half: bool) -> list[tuple[str, str, bool]]:
+        def loop() -> None:
+            model = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, size))
+            optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=half)
+            for _ in range(3):
+                with torch.autocast("cpu", dtype=torch.float16, enabled=half):
+                    loss = model(torch.randn(16, size)).float().square().mean()
+                scaler.scale(loss).backward()
+                right(scaler, optimizer)
+
+        return [(finding.name, finding.unit, finding.is_wrong) for finding in diagnose(examine(loop, num_steps=3))]
+
+    assert train(16, half=True) == []
+    assert train(16, half=False) == [("nothing in half", "", False)]
+    assert train(17, half=True) == [("sizes that are no multiples of 8", "2", False)]
+
+
 def test_watching_leaves_no_trace_and_changes_no_number() -> None:
     def weights(watched: bool) -> torch.Tensor:
         torch.manual_seed(0)
