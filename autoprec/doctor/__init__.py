@@ -6,7 +6,8 @@ for finding in diagnose(seen):
     print(finding)
 """
 
-from autoprec.doctor.diagnosis import Finding, diagnose, summarise
+from autoprec.doctor.diagnosis import diagnose, summarise
+from autoprec.doctor.finding import Finding
 from autoprec.doctor.observations import Observations
 from autoprec.doctor.run import examine
 from autoprec.doctor.watching import watch

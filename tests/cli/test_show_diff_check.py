@@ -169,3 +169,11 @@ def test_one_logger_speaks_on_stderr_and_quiet_silences_it(
     warning = "warning: PrecisionWarning: odd thing"
     assert said == [[warning] * 2, [], [warning, "debug: a detail"] * 2]
     assert run(monkeypatch, "-v", "-q", "diff", "a", "b") == 2
+
+
+def test_a_shell_completes_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("_AUTOPREC_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "autoprec ch")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert run(monkeypatch) == 0
+    assert set(capsys.readouterr().out.split()) == {"check", "choose"}
