@@ -44,6 +44,7 @@ def task(
     max_length: int = 128,
     num_topics: int = 8,
     batch_size: int = 32,
+    lr: float = 1e-3,
 ) -> autoprec.Task:
     train, held_out = topic_batches(data, num_topics=num_topics, max_length=max_length, batch_size=batch_size)
     return autoprec.Task(
@@ -53,6 +54,6 @@ def task(
         eval_batches=held_out,
         loss=loss,
         metric=accuracy,
-        optimizer_settings={"lr": 1e-3, "weight_decay": 0.01},
+        optimizer_settings={"lr": lr, "weight_decay": 0.01},
         max_grad_norm=1.0,
     )

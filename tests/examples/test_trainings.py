@@ -120,7 +120,7 @@ FULL: dict[str, tuple[dict[str, Any], int, float, float]] = {
     "vit": ({"width": 32, "num_layers": 2, "target_batch_size": 32}, 200, 0.7, 0.08),
     "unet": ({"width": 8, "num_convolutions": 1, "image_size": 16}, 80, 0.7, 0.03),
     "gpt": ({"width": 32, "num_layers": 2}, 150, -4.0, 0.1),
-    "bert": ({"width": 32, "num_layers": 1, "num_topics": 3, "max_length": 64}, 150, 0.5, 0.1),
+    "bert": ({"width": 32, "num_layers": 1, "num_topics": 3, "max_length": 64, "lr": 1e-2}, 200, 0.45, 0.1),
     "lstm": ({"width": 32}, 120, 0.93, 0.03),
     "mlp": ({"width": 32}, 200, 0.93, 0.03),
     "gan": ({"width": 8}, 200, -0.6, 0.1),
