@@ -13,18 +13,18 @@ import argparse
 import warnings
 from collections import Counter
 
-import proof
+from proof_studies.planted import _task as planted_task
+from proof_studies.running import trial_settings
 
 from autoprec.profiling.run import take_profile
 from autoprec.search.plan import SearchSettings, prepare_search
 from autoprec.search.profile_prior import learn_from_profile
-from autoprec.trials import TrialSettings
 
 
 def pinned_units(study: int) -> Counter[str]:
     """Profile one planted network; count its harmless units and the culprit by what became of them."""
-    task, culprit = proof.planted_task(study)
-    trial = TrialSettings(seed=study, gpu=proof.GPU)
+    task, culprit = planted_task(study)
+    trial = trial_settings(study)
     plan = prepare_search(task, trial=trial, settings=SearchSettings())
     profile = take_profile(task, list(dict.fromkeys(plan.unit_calls)), trial)
     gap = plan.settings.limits.max_loss_gap
@@ -42,7 +42,9 @@ def main() -> None:
     parser.add_argument("--studies", type=int, default=50)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    found = sum((pinned_units(study) for study in range(arguments.studies)), Counter())
+    found: Counter[str] = Counter()
+    for study in range(arguments.studies):
+        found += pinned_units(study)
     harmless = {kind: count for kind, count in found.items() if kind.startswith("harmless")}
     share = found["harmless fp32"] / sum(harmless.values())
     print(f"{arguments.studies} planted networks, {sum(harmless.values())} harmless units: {found['harmless fp32']}")
