@@ -47,7 +47,7 @@ def main() -> None:
         found += pinned_units(study)
     harmless = {kind: count for kind, count in found.items() if kind.startswith("harmless")}
     share = found["harmless fp32"] / sum(harmless.values())
-    print(f"{arguments.studies} planted networks, {sum(harmless.values())} harmless units: {found['harmless fp32']}")
+    print(f"{arguments.studies} planted networks: {found['harmless fp32']} of {sum(harmless.values())} harmless units")
     print(f"pinned to FP32 ({share:.1%}), {found['harmless autocast']} left to autocast where half brings nothing")
     print(f"culprits pinned to FP32 by the profile alone: {found['culprit fp32']} of {arguments.studies}")
 
