@@ -66,7 +66,7 @@ def _job(figure: ReportFigure, folder: Path) -> dict[str, Any]:
     layout = drawn["layout"]
     height = layout["height"] + TITLE_HEIGHT
     margin = {**layout["margin"], "t": layout["margin"]["t"] + TITLE_HEIGHT}
-    title = {"text": named(figure.title), "x": 0.01, "y": 1, "yanchor": "top", "pad": {"t": 12}}
+    title = {"text": named(figure.title), "x": 0.01, "y": 1 - 12 / height, "yanchor": "top"}
     drawn["layout"] = {**layout, "title": title, "margin": margin, "height": height, "paper_bgcolor": "white"}
     size = {"format": "png", "width": WIDTH, "height": height, "scale": SCALE}
     return {"fig": drawn, "path": folder / f"{figure.name}.png", "opts": size}

@@ -221,3 +221,27 @@ def test_chromium_draws_every_figure_without_an_error_or_a_request(
     assert overflow <= 0
     assert browser.errors == []
     assert [url for url in browser.requests if not url.startswith(("data:", "blob:"))] == [path.as_uri()]
+
+
+@pytest.mark.slow
+def test_chromium_draws_the_report_of_a_resnet50_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chromium_program: str
+) -> None:
+    """Takes minutes: a whole search of 8 trials with its proof."""
+    folder = tmp_path / "resnet50"
+    for command in (["search", "--model", "resnet50", "--n-trials", "8", "-o", str(folder)], ["report", str(folder)]):
+        monkeypatch.setattr(sys, "argv", ["autoprec", *command])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code in (None, 0, 3)  # 3: the proof was open; the report says so
+    path = folder / "report.html"
+    assert path.stat().st_size < MAX_BYTES
+    with open_chromium(chromium_program, tmp_path / "profile") as browser:
+        browser.open(path)
+        browser.wait_for("document.documentElement.dataset.drawn")
+        drawn = browser.evaluate(
+            "Array.from(document.querySelectorAll('.js-plotly-plot')).map((p) => p.dataset.figure)"
+        )
+    assert set(drawn) == NAMES
+    assert browser.errors == []
+    assert [url for url in browser.requests if not url.startswith(("data:", "blob:"))] == [path.as_uri()]

@@ -59,6 +59,7 @@ def sensitivity_map(search: SavedSearch) -> go.Figure | None:
         texts={name: f"loss moves by {score:.2g} of itself{_ranges(search, name)}" for name, score in scores.items()},
     )
     ticks = list(range(low, max(high, low + 1) + 1))
+    tiles.domain.update(y=[0, 0.89])  # the colours stand above it
     tiles.marker.update(
         colorscale=[list(pair) for pair in SENSITIVITY_COLOURS],
         cmin=ticks[0],
@@ -67,7 +68,7 @@ def sensitivity_map(search: SavedSearch) -> go.Figure | None:
         colorbar={
             "orientation": "h",
             "len": 0.92,
-            "y": 1.0,
+            "y": 0.9,
             "yanchor": "bottom",
             "thickness": 10,
             "tickvals": ticks,
