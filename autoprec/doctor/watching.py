@@ -80,6 +80,7 @@ class _Watcher:
         self._in_backward = self._in_scaler = self._is_scaled = False
         self._scale = 1.0
         self._stepped = False
+        self._paused_outside = 0
         self._saved: set[int] = set()
         if model is not None:
             self._add_root(model)
@@ -111,12 +112,16 @@ class _Watcher:
                 self.seen.half_statistics[name] = statistics.dtype
 
     def before_module(self, module: nn.Module, args: Any) -> None:
+        if not self._running:  # in a closure an optimizer, which is not looked at, calls the model
+            self._paused_outside, self.operators.paused = self.operators.paused, 0
         if id(module) not in self._names and not self._running:
             self._add_root(module)
         self._running.append(self._names.get(id(module), self._running[-1] if self._running else ""))
 
     def after_module(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._running.pop() if self._running else ""
+        if not self._running:
+            self.operators.paused = self._paused_outside
         for tensor in _tensors(output):
             if tensor.requires_grad and not getattr(tensor, "_autoprec_watched", False):
                 tensor._autoprec_watched = True  # type: ignore[attr-defined] # the innermost module made it
@@ -169,10 +174,11 @@ class _Watcher:
         if not self._is_scaled:
             self._note_losses([tensors] if isinstance(tensors, torch.Tensor) else list(tensors))
         self._in_backward, self._backward_unit = True, ""
+        paused, self.operators.paused = self.operators.paused, 0
         try:
             return original(tensors, *args, **kwargs)
         finally:
-            self._in_backward = False
+            self._in_backward, self.operators.paused = False, paused
             self.seen.num_backwards += 1
             if self._on_step is not None:
                 self._on_step(self.seen)

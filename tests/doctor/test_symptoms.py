@@ -10,6 +10,7 @@ import pytest
 
 from autoprec.cli import main
 from autoprec.doctor import diagnose, examine
+from autoprec.policy import Policy
 from autoprec.tasks.source import load_function
 
 SYMPTOMS = Path(__file__).parents[2] / "examples" / "symptoms"
@@ -63,10 +64,13 @@ def test_the_command_says_what_was_seen_why_and_what_to_change_and_exits_with_1(
 
 
 def test_a_task_by_name_is_trained_under_stock_autocast_and_a_policy_where_one_is_given(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run(monkeypatch, "--model", "mlp", "--num-steps", "3") == 0
     assert "loss scale" in capsys.readouterr().out
+    Policy(default="fp32").save(tmp_path / "policy.json")
+    assert run(monkeypatch, "--model", "mlp", "--num-steps", "3", "--policy", str(tmp_path / "policy.json")) == 0
+    assert "note: nothing in half" in capsys.readouterr().out
 
 
 MARKUP = """

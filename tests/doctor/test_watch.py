@@ -156,3 +156,42 @@ def test_a_loop_that_would_go_on_for_ever_is_ended_after_the_steps_that_were_ask
                 continue
 
     assert examine(train, num_steps=3).num_steps == 3
+
+
+def test_an_optimizer_that_calls_the_loss_itself_is_watched_too() -> None:
+    def train() -> None:
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.randn(16, 8)).float().square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+
+    seen = examine(train, num_steps=3)
+    assert (seen.used_half, seen.num_steps, diagnose(seen)) == ({torch.bfloat16}, 3, [])
+
+
+def test_optimizers_that_share_a_scaler_and_accumulated_steps_are_no_misuse() -> None:
+    def train() -> None:
+        first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+        scaler = torch.amp.GradScaler("cpu")
+        for _ in range(3):
+            for model, optimizer in zip((first, second), optimizers, strict=True):
+                for _ in range(2):
+                    with torch.autocast("cpu", dtype=torch.float16):
+                        loss = model(torch.randn(16, 8)).float().square().mean() / 2
+                    scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+
+    assert diagnose(examine(train, num_steps=6)) == []
