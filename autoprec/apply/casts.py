@@ -20,7 +20,7 @@ __all__ = [
     "owns_tensors",
     "parametrizations",
     "plain_tensors",
-    "version_of",
+    "state_of",
     "wants_cast",
 ]
 
@@ -31,18 +31,18 @@ class CastCache:
     __slots__ = ("casts", "num_casts")
 
     def __init__(self) -> None:
-        self.casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self.casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, tuple[int, int], torch.Tensor]] = {}
         self.num_casts = 0
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         key = (id(tensor), dtype)
-        version = version_of(tensor)
+        state = state_of(tensor)
         known = self.casts.get(key)
-        if known is not None and known[0] is tensor and known[1] == version:
+        if known is not None and known[0] is tensor and known[1] == state:
             return known[2]
         self.num_casts += 1
         cast = cast_weight(tensor, dtype)
-        self.casts[key] = (tensor, version, cast)
+        self.casts[key] = (tensor, state, cast)
         return cast
 
 
@@ -101,8 +101,9 @@ def _castable(tensor: torch.Tensor) -> bool:
     return is_lazy(tensor) or tensor.dtype in CASTABLE
 
 
-def version_of(tensor: torch.Tensor) -> int:
+def state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is written to: its version, and its place in memory (`tensor.data = ...`)."""
     try:
-        return tensor._version
-    except RuntimeError:  # inference tensors have none
-        return 0
+        return tensor._version, tensor.data_ptr()
+    except RuntimeError:  # inference tensors have no version; sparse tensors and those of a transform no place
+        return (0 if tensor.is_inference() else tensor._version), 0

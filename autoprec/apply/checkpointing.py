@@ -18,7 +18,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoprec.apply.structure import Structure, has_forward, is_scripted, read_structure, without_prefixes
+from autoprec.apply.structure import (
+    Structure,
+    class_forward,
+    has_forward,
+    has_static_forward,
+    is_scripted,
+    read_structure,
+    without_prefixes,
+)
 from autoprec.errors import ApplyError, did_you_mean
 from autoprec.policy import is_glob
 
@@ -36,7 +44,8 @@ __all__ = [
 class _Inside:
     """The instance forward that is checkpointed (a policy's, the user's own); None for the class's."""
 
-    forward: Callable[..., Any] | None = None
+    forward: Callable[..., Any] | None
+    is_static: bool
 
 
 class CheckpointForward(functools.partial[Any]):
@@ -65,7 +74,7 @@ def checkpoint_modules(model: nn.Module, names: Iterable[str]) -> list[str]:
     for name in found:
         module = structure.modules[name]
         if not isinstance(module.__dict__.get("forward"), CheckpointForward):
-            inside = _Inside(module.__dict__.get("forward"))
+            inside = _Inside(module.__dict__.get("forward"), has_static_forward(module))
             module.__dict__["forward"] = CheckpointForward(_run_checkpointed, module, inside)
     return found
 
@@ -139,7 +148,7 @@ def set_own_forward(module: nn.Module, forward: Callable[..., Any] | None) -> No
 
 
 def _matches(structure: Structure, rule: str) -> list[str]:
-    if not is_glob(rule):
+    if rule in structure.modules or not is_glob(rule):
         known = rule if rule in structure.modules else without_prefixes(rule)
         return structure.names[id(structure.modules[known])][:1] if known in structure.modules else []
     pattern = re.compile(translate(rule))
@@ -163,4 +172,4 @@ def _run_checkpointed(module: nn.Module, inside: _Inside, /, *args: Any, **kwarg
 
 
 def _forward(module: nn.Module, inside: _Inside) -> Callable[..., Any]:
-    return inside.forward or type(module).forward.__get__(module)
+    return inside.forward or class_forward(module, is_static=inside.is_static)

@@ -73,10 +73,10 @@ def remove_policy(model: ModuleT) -> ModuleT:
         raise ApplyError("no policy is installed on this model")
     _take_off(model, installed)
     for _, forward in installed:
-        if isinstance(forward.args[1], Root):
-            forward.args[
-                1
-            ].installed.clear()  # it refers to itself through these: the model would outlive its last name
+        state = forward.args[1]
+        if isinstance(state, Root):  # it refers to itself through these: the model would outlive its last name
+            state.installed.clear()
+            state.modules.clear()
     return model
 
 

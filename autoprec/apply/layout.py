@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autoprec.apply.buffers import written_buffers
 from autoprec.apply.casts import owns_tensors
 from autoprec.apply.checkpointing import own_forward
 from autoprec.apply.losses import is_loss_module, losses_called
@@ -13,8 +12,9 @@ from autoprec.apply.plan import Plan
 from autoprec.apply.regions import PolicyForward, Region, Root, run_region, run_root
 from autoprec.apply.shadow import Member
 from autoprec.apply.state import Lock
-from autoprec.apply.structure import has_forward, is_scripted, unwrap
+from autoprec.apply.structure import has_forward, has_static_forward, is_scripted, unwrap
 from autoprec.apply.trees import CASTABLE
+from autoprec.apply.writes import tensors_kept
 from autoprec.formats import FORMATS
 from autoprec.policy import Policy, Precision
 
@@ -50,6 +50,7 @@ class _Layout:
             elif self._is_place(name, module):
                 result.append((module, PolicyForward(run_region, module, self._region(name, module))))
         root.installed = list(result)
+        root.modules = list(self.structure.modules.values())
         return result
 
     def _root(self, policy: Policy, region: Region) -> Root:
@@ -100,6 +101,7 @@ class _Layout:
             writes_input=bool(getattr(module, "inplace", False)),
             protects_losses=self._protects_losses(name, module),
             without_fastpath=self._without_fastpath(module),
+            is_static=has_static_forward(module),
         )
 
     def _region_dtype(self, precision: Precision) -> torch.dtype:
@@ -110,8 +112,8 @@ class _Layout:
         if id(module) not in self.known_members:
             precision = self.plan.precisions[id(module)]
             casts = owns_tensors(module) if precision in _HALF else precision == "fp32" and _owns_half_tensors(module)
-            written = written_buffers(module) if casts and precision in _HALF else set()
-            self.known_members[id(module)] = Member(module, written) if casts else None
+            kept = tensors_kept(module) if casts and precision in _HALF else set()
+            self.known_members[id(module)] = Member(module, kept) if casts else None
         return self.known_members[id(module)]
 
     def _members(self, module: nn.Module) -> list[Member]:

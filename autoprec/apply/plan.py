@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 import warnings
 from collections.abc import Iterable
@@ -55,6 +56,7 @@ def resolve_plan(structure: Structure, policy: Policy, *, strict: bool = True) -
     plan = Plan(structure, policy, precisions)
     _check_tied(plan)
     _check_scripted(plan)
+    _check_async(plan)
     return plan
 
 
@@ -83,9 +85,14 @@ def _normalized_rules(structure: Structure, policy: Policy) -> dict[str, Precisi
     rules: dict[str, Precision] = {}
     origin: dict[str, str] = {}
     for rule, precision in policy.modules.items():
-        known = rule if is_glob(rule) or rule in structure.modules else without_prefixes(rule)
-        if is_glob(rule) and not _matches(rule, structure.modules):
+        if rule in structure.modules:
+            known = rule
+        elif not is_glob(rule):
+            known = without_prefixes(rule)
+        elif not _matches(rule, structure.modules):
             known = without_prefixes(rule) or rule
+        else:
+            known = rule
         if known in rules and rules[known] != precision:
             raise ApplyError(
                 f"rules {origin[known]!r} ({rules[known]}) and {rule!r} ({precision}) name the same module {known!r}"
@@ -110,7 +117,7 @@ def _check_rules(structure: Structure, policy: Policy, *, strict: bool) -> None:
     unmatched = [
         rule
         for rule in policy.modules
-        if (not _matches(rule, structure.modules) if is_glob(rule) else rule not in structure.modules)
+        if rule not in structure.modules and not (is_glob(rule) and _matches(rule, structure.modules))
     ]
     if not unmatched:
         return
@@ -194,6 +201,17 @@ def _check_scripted(plan: Plan) -> None:
             raise ApplyError(
                 f"module {name!r} is TorchScript and computes in its parent's region: found {precision}, but {above}; "
                 "give both the same"
+            )
+
+
+def _check_async(plan: Plan) -> None:
+    for name, module in plan.structure.unique():
+        forward = type(module).forward
+        runs_later = inspect.iscoroutinefunction(forward) or inspect.isasyncgenfunction(forward)
+        if runs_later and plan.precision(name) != "fp32":
+            raise ApplyError(
+                f"module {name!r} has an `async` forward, which runs after the call, outside of any region: "
+                f"found {plan.precision(name)}; allowed: fp32"
             )
 
 

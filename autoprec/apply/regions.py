@@ -11,9 +11,10 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from autoprec.apply.fastpath import WITHOUT_FASTPATH
 from autoprec.apply.losses import FP32Losses
 from autoprec.apply.shadow import Member, Shadow, TracedShadow
 from autoprec.apply.state import LOCAL, Entered, Lock, autocast, device_type_of
+from autoprec.apply.structure import class_forward
 from autoprec.apply.trees import Copies, cast_tree
 from autoprec.emulation import is_emulating
 from autoprec.errors import ApplyError, PrecisionWarning
@@ -43,7 +45,7 @@ class PolicyForward(functools.partial[Any]):
     def __signature__(self) -> inspect.Signature:
         module, state = self.args
         region: Region = state.region if isinstance(state, Root) else state
-        return inspect.signature(region.inner or type(module).forward.__get__(module))
+        return inspect.signature(region.inner or class_forward(module, is_static=region.is_static))
 
 
 @dataclass(eq=False)
@@ -58,6 +60,7 @@ class Region:
         runs: for an nn.Sequential of several precisions: neighbours of equal precision are one region.
         keeps_output: leave outputs as they are: at the root, and where a loss is computed inside.
         writes_input: the forward is known to change its input in place.
+        is_static: the class's forward is a static or class method.
     """
 
     precision: Precision
@@ -71,6 +74,7 @@ class Region:
     writes_input: bool = False
     protects_losses: bool = False
     without_fastpath: bool = False
+    is_static: bool = False
     key: str = field(init=False)
     is_special: bool = field(init=False)
     is_plain_autocast: bool = field(init=False)
@@ -82,7 +86,7 @@ class Region:
     def wrap(self, inner: Callable[..., Any] | None) -> None:
         """Take the forward that the instance has of its own."""
         self.inner = inner
-        self.is_special = self.runs is not None or self.protects_losses or self.without_fastpath
+        self.is_special = self.runs is not None or self.protects_losses or self.without_fastpath or self.is_static
         self.is_plain_autocast = self.precision == "autocast" and not self.is_special and self.inner is None
 
 
@@ -96,6 +100,7 @@ class Root:
     uses_fp16: bool
     autocast_dtype: torch.dtype
     installed: list[tuple[nn.Module, PolicyForward]] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
     has_warned: bool = False
     wants_compile: bool = False
 
@@ -128,7 +133,12 @@ def run_root(module: nn.Module, root: Root, /, *args: Any, **kwargs: Any) -> Any
                 output = type(module).forward(module, *args, **kwargs)
             else:
                 output = run_region(module, region, *args, **kwargs)
+        if type(output) is GeneratorType:
+            return _steps(module, region, output)
         return cast_tree(output, torch.float32)
+    except RuntimeError as error:
+        _explain(error, module, root)
+        raise
     finally:
         if clears:
             torch.clear_autocast_cache()
@@ -155,6 +165,8 @@ def run_region(module: nn.Module, region: Region, /, *args: Any, **kwargs: Any) 
             _refuse_copies(module, sys._getframe(1))
         with _context(region, device_type_of(module, args, kwargs), compiling):
             output = _call(module, region, args, kwargs)
+        if type(output) is GeneratorType and not compiling:
+            return _steps(module, region, output)
         return cast_tree(output, torch.float32) if is_outermost else output
     if not (entered or compiling):
         _refuse_copies(module, sys._getframe(1))
@@ -173,9 +185,26 @@ def run_region(module: nn.Module, region: Region, /, *args: Any, **kwargs: Any) 
             output = _call_shadowed(module, region, inputs, named)
     if copies.pairs or copies.tensors:
         copies.write_back()
+    if type(output) is GeneratorType and not compiling:
+        return _steps(module, region, output)
     if is_outermost:
         return cast_tree(output, torch.float32)
     return output if region.keeps_output else cast_tree(output, dtype)
+
+
+def _steps(module: nn.Module, region: Region, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Go on with a forward that yields: its code runs after the region was left, so each step enters it again."""
+    step = replace(region, inner=generator.send, runs=None)
+    sent: Any = None
+    try:
+        while True:
+            try:
+                item = run_region(module, step, sent)
+            except StopIteration as end:
+                return end.value
+            sent = yield item
+    finally:
+        generator.close()
 
 
 def _run_sequence(module: nn.Module, runs: list[tuple[list[str], Region]], value: Any) -> Any:
@@ -234,6 +263,32 @@ def _call_shadowed(module: nn.Module, region: Region, args: Any, kwargs: Any) ->
             shadow.leave()
 
 
+def _explain(error: RuntimeError, module: nn.Module, root: Root) -> None:
+    """Add to torch's message on two dtypes what is behind it: parameters that stay FP32, modules that came later."""
+    if "type" not in str(error):
+        return
+    regions = {id(forward): forward.args[1] for _, forward in root.installed[1:]}
+    members = {id(m): m for region in (root.region, *regions.values()) for m in region.own}
+    for member in members.values():
+        names = sorted(name for name in member.kept if name in member.module._parameters)
+        if names:
+            error.add_note(
+                f"{type(member.module).__name__} keeps {', '.join(names)} in FP32 in a half region (its forward "
+                "writes to it, or its gradient is sparse); where the two meet, give the module fp32 or autocast"
+            )
+    known = set(map(id, root.modules))
+    added = [
+        name
+        for name, each in module.named_modules()
+        if id(each) not in known and each._parameters and "parametrizations" not in name
+    ]
+    if added:
+        error.add_note(
+            f"modules were added or replaced after the policy was applied and follow none of its rules: "
+            f"{', '.join(added[:8])}{' ...' if len(added) > 8 else ''}; remove_policy, then apply_policy again"
+        )
+
+
 def _are_current(members: list[Member], dtype: torch.dtype) -> bool:
     for member in members:  # noqa: SIM110 (a loop: this runs at every call inside a half region)
         if not member.is_current(dtype):
@@ -262,7 +317,7 @@ def _call(module: nn.Module, region: Region, args: Any, kwargs: Any) -> Any:
             stack.enter_context(FP32Losses())
         if region.without_fastpath:
             stack.enter_context(WITHOUT_FASTPATH)
-        forward = region.inner or type(module).forward.__get__(module)
+        forward = region.inner or class_forward(module, is_static=region.is_static)
         return forward(*args, **kwargs)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +19,9 @@ __all__ = [
     "read_structure",
     "unwrap",
     "without_prefixes",
+    "class_forward",
     "has_forward",
+    "has_static_forward",
     "is_scripted",
 ]
 
@@ -80,6 +84,17 @@ def has_forward(module: nn.Module) -> bool:
         return True
     forward = type(module).forward
     return "forward" in module.__dict__ or getattr(forward, "__name__", "") != "_forward_unimplemented"
+
+
+def has_static_forward(module: nn.Module) -> bool:
+    """Whether the forward is a static or class method, which the class gives as it is called: without the module."""
+    return isinstance(inspect.getattr_static(type(module), "forward", None), (staticmethod, classmethod))
+
+
+def class_forward(module: nn.Module, *, is_static: bool) -> Callable[..., Any]:
+    """Return the forward that the module has from its class; `is_static` as `has_static_forward` says."""
+    forward: Callable[..., Any] = type(module).forward
+    return forward if is_static else forward.__get__(module)
 
 
 def is_scripted(module: nn.Module) -> bool:

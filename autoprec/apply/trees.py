@@ -22,18 +22,31 @@ _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device
 class Copies:
     """What a cast had to copy, so that edits made to the copies reach the caller's own tensors and containers.
 
+    One object has one copy, wherever it stands: `attention(x, x, x)` still gets one tensor.
+
     Args:
         assume_written: take every cast tensor as written to; for tracing, where versions cannot be compared.
     """
 
-    __slots__ = ("assume_written", "pairs", "tensors")
+    __slots__ = ("assume_written", "known", "pairs", "tensors")
 
     def __init__(self, *, assume_written: bool | None = None) -> None:
         self.assume_written = assume_written
+        self.known: dict[int, tuple[Any, Any]] = {}
         self.pairs: list[tuple[Any, Any, Any]] = []
         self.tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
+    def find(self, original: Any) -> Any:
+        """Return the copy that was made of this object, None where there is none."""
+        found = self.known.get(id(original))
+        return None if found is None else found[1]
+
+    def note_container(self, original: Any, copied: Any, items: Any) -> None:
+        self.known[id(original)] = (original, copied)
+        self.pairs.append((original, copied, items))
+
     def note(self, original: torch.Tensor, cast: torch.Tensor) -> None:
+        self.known[id(original)] = (original, cast)
         if self.assume_written is None:
             if not cast.is_inference():
                 self.tensors.append((original, cast, cast._version))
@@ -49,11 +62,22 @@ class Copies:
             if isinstance(copied, (list, deque)):
                 _write_back_sequence(original, copied, snapshot)
                 continue
+            if not isinstance(copied, Mapping):
+                _write_back_attributes(original, _attributes(copied), snapshot)
+                continue
             for key in [key for key in original if key not in copied]:
                 del original[key]
             for key, item in copied.items():
                 if key not in snapshot or snapshot[key] is not item:
                     original[key] = item
+
+
+def _write_back_attributes(original: Any, current: dict[str, Any], snapshot: dict[str, Any]) -> None:
+    for name in snapshot.keys() - current.keys():
+        object.__delattr__(original, name)
+    for name, item in current.items():
+        if name not in snapshot or snapshot[name] is not item:
+            object.__setattr__(original, name, item)
 
 
 def _write_back_sequence(original: Any, copied: Any, snapshot: list[Any]) -> None:
@@ -76,11 +100,16 @@ def cast_tree(value: Any, dtype: torch.dtype, copies: Copies | None = None) -> A
             return value
         if copies is None:
             return value if value.ndim == 0 and dtype != torch.float32 else value.to(dtype)
+        known: torch.Tensor | None = copies.find(value)
+        if known is not None:
+            return known
         cast = value.to(dtype)
         copies.note(value, cast)
         return cast
     if isinstance(value, _PLAIN):
         return value
+    if copies is not None and (found := copies.find(value)) is not None:
+        return found
     if isinstance(value, tuple):
         return _cast_tuple(value, dtype, copies)
     if isinstance(value, (list, deque)):
@@ -102,7 +131,12 @@ def _cast_tuple(value: tuple[Any, ...], dtype: torch.dtype, copies: Copies | Non
         return tuple(items)
     if hasattr(value, "_fields"):
         return value._make(items)  # type: ignore[attr-defined]
-    return type(value)(items)
+    try:
+        copied = tuple.__new__(type(value), items)  # a constructor of its own may want other arguments
+    except TypeError:  # what torch's own functions return
+        return type(value)(items)
+    getattr(copied, "__dict__", {}).update(getattr(value, "__dict__", {}))
+    return copied
 
 
 def _cast_sequence(value: Any, dtype: torch.dtype, copies: Copies | None) -> Any:
@@ -116,7 +150,7 @@ def _cast_sequence(value: Any, dtype: torch.dtype, copies: Copies | None) -> Any
         copied.clear()
         copied.extend(items)
     if copies is not None:
-        copies.pairs.append((value, copied, list(items)))
+        copies.note_container(value, copied, list(items))
     return copied
 
 
@@ -133,7 +167,7 @@ def _cast_mapping(value: Mapping[Any, Any], dtype: torch.dtype, copies: Copies |
     else:
         return type(value)(items)  # type: ignore[call-arg]
     if copies is not None:
-        copies.pairs.append((value, copied, items))
+        copies.note_container(value, copied, items)
     return copied
 
 
@@ -161,7 +195,15 @@ def _cast_attributes(value: Any, names: list[str], dtype: torch.dtype, copies: C
     copied = copy.copy(value)
     for name, item in changed.items():
         object.__setattr__(copied, name, item)
+    if copies is not None:
+        copies.note_container(value, copied, _attributes(copied))
     return copied
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    if hasattr(value, "__dict__"):
+        return dict(vars(value))
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
 
 
 def first_tensor(*values: Any) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ Rules of precedence, for one module (names as `model.named_modules()` gives them
 
 1. An exact name counts for that module and everything below it; the nearest one wins.
    `{"layer4": "fp32", "layer4.0.conv1": "fp16"}`: `layer4.0.conv1` is fp16, the rest of `layer4` fp32.
+   A module's name that looks like a glob (`columns.age[years]`) is an exact name.
 2. Where no exact name encloses the module, a glob that matches it or a module above it (the nearest first). Globs match
    the full name, `*` also crosses dots; of several globs the one with the most literal characters wins, then the later.
    `{"layer4.*": "fp32"}`: everything below `layer4`; `layer40` is not touched.
@@ -53,11 +54,11 @@ def resolve_precisions(
     """
     exact: dict[str, str | None] = {}
     glob: dict[str, str | None] = {}
-    globs = _ordered_globs(tuple(rule for rule in policy.modules if is_glob(rule)))
+    globs = _ordered_globs(tuple(rule for rule in policy.modules if is_glob(rule) and rule not in parents))
     for name, parent in parents.items():
         inherited_exact = None if parent is None else exact[parent]
         inherited_glob = None if parent is None else glob[parent]
-        exact[name] = name if name in policy.modules and not is_glob(name) else inherited_exact
+        exact[name] = name if name in policy.modules else inherited_exact
         glob[name] = next((rule for rule, pattern in globs if pattern.match(name)), inherited_glob)
     rules = {name: exact[name] or glob[name] for name in parents}
     return {name: policy.default if rule is None else policy.modules[rule] for name, rule in rules.items()}, rules

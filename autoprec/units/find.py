@@ -15,8 +15,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from autoprec.apply.structure import Structure, has_forward, is_scripted, read_structure
+from autoprec.apply.writes import written_parameters
 from autoprec.errors import ApplyError
-from autoprec.policy import PRECISIONS, Policy, Precision, is_glob
+from autoprec.policy import PRECISIONS, Policy, Precision
 
 __all__ = ["Unit", "Units", "find_units", "Call", "undisturbed"]
 
@@ -76,8 +77,6 @@ class Units:
             ApplyError: a rule names a module that is never called, or a precision that a unit cannot compute in.
         """
         for rule, precision in policy.modules.items():
-            if is_glob(rule):
-                continue
             if rule in self.governed:
                 raise ApplyError(
                     f"module {rule!r} is never called: {self.governed[rule]!r} computes for it, so a precision of its "
@@ -219,7 +218,16 @@ def _tied_units(structure: Structure, unit_names: list[str]) -> dict[str, tuple[
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Give back buffers, gradients and the random state (torch, numpy, Python) after the block."""
+    """Give back buffers, parameters that a forward writes to, gradients and the random state after the block.
+
+    The random state is that of torch, numpy and Python.
+    """
+    written = [
+        (parameter, parameter.detach().clone())
+        for module in model.modules()
+        for parameter in (module.get_parameter(name) for name in written_parameters(module))
+        if not is_lazy(parameter)
+    ]
     buffers = {key: (b, b.detach().clone()) for key, b in model.named_buffers() if not is_lazy(b)}
     lazy = [module for module in model.modules() if any(is_lazy(b) for b in module._buffers.values() if b is not None)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -236,6 +244,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         random.setstate(state)
         np.random.set_state(numpy_state)
         with torch.no_grad():
+            for parameter, before in written:
+                parameter.data.copy_(before)
             for key, (buffer, before) in buffers.items():
                 buffer.copy_(before)
                 _put_back(model, key, buffer)

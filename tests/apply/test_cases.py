@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from autoprec import Policy, apply_policy, emulate, remove_policy
+from autoprec.apply import checkpoint_modules
 from autoprec.apply.state import num_regions_entered, num_weight_casts
 from autoprec.errors import ApplyError, PrecisionWarning
 from autoprec.policy import Precision
@@ -127,6 +128,11 @@ class Data:
     name: str
 
 
+class Pair(tuple):
+    def __new__(cls, a: Any, b: Any) -> Any:
+        return super().__new__(cls, (a, b))
+
+
 class Output(OrderedDict):  # as model libraries return: a mapping whose items are attributes too
     def __init__(self, x: torch.Tensor) -> None:
         super().__init__(x=x)
@@ -135,6 +141,7 @@ class Output(OrderedDict):  # as model libraries return: a mapping whose items a
 
 CONTAINERS = {
     "tuple": (lambda x: (x, 1), lambda v: v[0]),
+    "own tuple": (lambda x: Pair(x, 1), lambda v: v[0]),
     "list": (lambda x: [x, None], lambda v: v[0]),
     "dict": (lambda x: {"a": x, "ids": torch.tensor([1])}, lambda v: v["a"]),
     "named tuple": (lambda x: Batch(x, torch.tensor([1])), lambda v: v.x),
@@ -210,6 +217,22 @@ def test_c05_edits_of_the_callers_containers_and_tensors_are_not_lost() -> None:
     assert values["a"] is first
     assert (values["new"].item(), values["b"].item(), items[1].item()) == (3.0, 0.0, 5.0)
     assert x.tolist() == [2.0, 2.0]
+
+
+def test_c05_edits_of_attributes_reach_the_caller_and_one_object_stays_one() -> None:
+    def edit(module: nn.Module, state: Any, data: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        state.new, state.x = state.x * 3, state.x + 1
+        del state.gone
+        data.x = data.x + 4
+        x.add_(1)
+        return y
+
+    model = apply_policy(Calls(lambda m, *v: m.inner(*v), inner=Calls(edit)), Policy(modules={"inner": "bf16"}))
+    state, data, x = SimpleNamespace(x=torch.ones(1), gone=1), Data(torch.ones(1), "n"), torch.ones(2)
+    assert model(state, data, x, x).tolist() == [2.0, 2.0]
+    assert x.tolist() == [2.0, 2.0]
+    assert sorted(vars(state)) == ["new", "x"]
+    assert (state.new.item(), state.x.item(), data.x.item()) == (3.0, 2.0, 5.0)
 
 
 # C07: Embedding next to half layers
@@ -882,6 +905,25 @@ def test_weights_exchanged_inside_the_forward_are_the_ones_used() -> None:
         remove_policy(model)
 
 
+@pytest.mark.parametrize("how", ["in place", "data"])
+def test_a_momentum_encoder_moved_inside_the_forward_computes_with_its_new_weights(how: str) -> None:
+    @torch.no_grad()
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        for moved, leading in zip(m.follower.parameters(), m.leader.parameters(), strict=True):
+            if how == "data":
+                moved.data = moved.data * 0.5 + leading.data * 0.5
+            else:
+                moved.mul_(0.5).add_(leading, alpha=0.5)
+        return m.follower(x)
+
+    model = Calls(forward, leader=nn.Linear(2, 1, bias=False), follower=nn.Linear(2, 1, bias=False))
+    model.leader.weight.data.fill_(3.0)
+    model.follower.weight.data.fill_(1.0)
+    apply_policy(model.requires_grad_(False), Policy(default="bf16"))
+    assert [model(torch.ones(1, 2)).item() for _ in range(2)] == [4.0, 5.0]
+    assert model.follower.weight.tolist() == [[2.5, 2.5]]
+
+
 def test_a_sequence_changed_after_the_policy_runs_all_its_layers() -> None:
     model = apply_policy(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Policy(default="fp32", modules={"0": "fp16"}))
     model.append(nn.Linear(2, 5))
@@ -979,3 +1021,222 @@ def test_transformer_layers_in_evaluation_run_their_children_in_their_precisions
     assert HALF in log["layers.0.linear2"].computed
     assert FULL in log["layers.1.linear2"].computed
     assert HALF not in log["layers.1.linear2"].computed
+
+
+# Parameters that a forward writes to, and gradients that no cast has
+
+
+class Renormalised(nn.Module):
+    """As in models of EEG, CLIP and flows: the forward writes to its own parameters."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.scale = nn.Parameter(torch.tensor([7.0, 1.0009765625 + 2**-20]))
+        self.linear = nn.Linear(2, 2)
+        self.count = torch.tensor([1000.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if self.how == "data":
+            self.scale.data.clamp_(0, 4.6052)
+        elif self.how == "method":
+            self.clamp()
+        elif self.how == "assigned data":
+            self.scale.data = self.scale.data.clamp(0, 4.6052)
+        return self.linear(x) * self.scale
+
+    def clamp(self) -> None:
+        with torch.no_grad():
+            self.scale.clamp_(0, 4.6052)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "autocast"])
+@pytest.mark.parametrize("how", ["data", "method", "assigned data"])
+def test_a_parameter_that_the_forward_writes_to_stays_fp32_and_exact(how: str, precision: Any) -> None:
+    model = apply_policy(Renormalised(how), Policy(default=precision, dtype="bf16"))
+    with watch_dtypes(model) as log:
+        model(torch.ones(1, 2)).sum().backward()
+    assert model.scale.tolist() == [torch.tensor(4.6052).item(), 1.0009765625 + 2**-20]
+    assert log["linear"].computed == {HALF if precision == "fp16" else BFLOAT}
+    assert model.count.tolist() == [1001.0]
+    if how == "method" and precision != "fp16":
+        torch._dynamo.reset()
+        torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 2))
+        assert model.count.tolist() == [1002.0]
+        assert model.scale.dtype == FULL
+
+
+@pytest.mark.parametrize("bag", [False, True])
+@pytest.mark.parametrize("settings", [{"sparse": True}, {"max_norm": 0.5}], ids=["sparse", "max_norm"])
+def test_embeddings_with_sparse_gradients_or_a_largest_norm_in_half(settings: dict[str, Any], bag: bool) -> None:
+    table = (nn.EmbeddingBag if bag else nn.Embedding)(4, 8, **settings)
+    model = apply_policy(nn.Sequential(table, nn.Linear(8, 2)), Policy(default="bf16"))
+    model(torch.tensor([[0, 1]])).sum().backward()
+    assert table.weight.grad.is_sparse == ("sparse" in settings)
+    assert table.weight.grad.dtype == FULL
+    if "max_norm" in settings:
+        assert table.weight[:2].norm(dim=1).tolist() == pytest.approx([0.5, 0.5], abs=1e-6)
+        assert (table.weight[2:].norm(dim=1) > 0.5).all()
+
+
+class Normalised(nn.Module):
+    """Spectral norm as older GAN code has it: it writes to parameters of another module under computed names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.inner.u = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        u = getattr(self.inner, "u")  # noqa: B009
+        u.data = u.data * 2
+        return self.inner.forward(x) * u
+
+
+def test_a_hidden_write_to_a_parameter_is_refused_and_lost_nowhere() -> None:
+    model = apply_policy(nn.Sequential(Normalised()), Policy(default="bf16"))
+    with pytest.raises(ApplyError, match="wrote to the parameter 'u' of Linear, which has a copy in bfloat16"):
+        model(torch.ones(1, 2))
+    assert remove_policy(model)[0].inner.u.tolist() == [1.0, 1.0]
+    apply_policy(model, Policy(default="bf16", modules={"0": "fp32"}))(torch.ones(1, 2))
+    assert model[0].inner.u.tolist() == [2.0, 2.0]
+
+
+def test_a_write_in_place_to_a_plain_tensor_is_carried_over() -> None:
+    def count(module: Any, x: torch.Tensor) -> torch.Tensor:
+        module.count.add_(1)
+        return x * module.count
+
+    model = Calls(count)
+    model.count = torch.tensor([3.0, 1000.0])
+    apply_policy(model, Policy(default="bf16"))
+    with pytest.warns(PrecisionWarning, match="writes to its tensor 'count'"):
+        model(torch.ones(2))
+    model(torch.ones(2))
+    assert model.count.tolist() == [5.0, 1001.0]  # 1001 rounds to 1000 in bf16: the first write was lost, and told
+
+
+def test_a_product_with_a_parameter_kept_in_fp32_and_a_module_that_came_later_are_explained() -> None:
+    class Clipped(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data.clamp_(-1, 1)
+            return super().forward(x)
+
+    model = apply_policy(nn.Sequential(Clipped(4, 4)), Policy(default="bf16"))
+    with pytest.raises(RuntimeError, match="same dtype") as raised:
+        model(torch.ones(1, 4))
+    assert "Clipped keeps weight in FP32" in raised.value.__notes__[0]
+    model = apply_policy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Policy(default="bf16"))
+    model[1] = nn.Linear(4, 2)
+    with pytest.raises(RuntimeError, match="same dtype") as raised:
+        model(torch.ones(1, 4))
+    assert (
+        "added or replaced after the policy was applied and follow none of its rules: 1;" in raised.value.__notes__[0]
+    )
+
+
+# Forwards of other kinds
+
+
+class Static(nn.Module):
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x)
+
+
+class OfClass(nn.Module):
+    @classmethod
+    def forward(cls, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "autocast", "bf16"])
+@pytest.mark.parametrize("make", [Static, OfClass])
+def test_static_and_class_methods_are_forwards_too(make: type[nn.Module], precision: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), make())
+    bare = model(torch.ones(1, 4))
+    apply_policy(model, Policy(default="fp32", dtype="bf16", modules={"1": precision}))
+    torch.testing.assert_close(model(torch.ones(1, 4)), bare, rtol=1e-2, atol=1e-2)
+    checkpoint_modules(model, ["1"])
+    model(torch.ones(1, 4)).sum().backward()
+    assert apply_policy(make(), Policy(default=precision, dtype="bf16"))(torch.ones(2)).dtype == FULL
+
+
+@pytest.mark.parametrize("precision", ["fp32", "autocast", "fp16", "bf16"])
+@pytest.mark.parametrize("is_root", [True, False])
+def test_a_forward_that_yields_computes_each_step_in_its_precision(is_root: bool, precision: Any) -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+            self.seen: list[torch.dtype] = []
+
+        def forward(self, x: torch.Tensor) -> Any:
+            for _ in range(2):
+                x = x @ self.weight
+                self.seen.append(x.dtype)
+                yield x
+            return "end"
+
+    steps = Steps()
+    model = steps if is_root else Calls(lambda m, x: list(m.steps(x)), steps=steps)
+    rules = {} if is_root else {"steps": precision}
+    apply_policy(model, Policy(default=precision if is_root else "fp32", dtype="bf16", modules=rules))
+    items = list(model(torch.ones(1, 4)))
+    expected = {"fp32": FULL, "fp16": HALF}.get(precision, BFLOAT)
+    assert steps.seen == [expected, expected]
+    assert [item[0, 0].item() for item in items] == [4.0, 16.0]
+    assert {item.dtype for item in items} == {FULL}
+    assert steps.weight.dtype == FULL
+    if is_root:
+        steps_left = model(torch.ones(1, 4))
+        next(steps_left)
+        steps_left.close()
+
+
+def test_names_that_look_like_globs_are_exact_names() -> None:
+    layers = {"age[years]": nn.Linear(2, 2), "b*": nn.Linear(2, 2), "bc": nn.Linear(2, 2)}
+    model = Calls(lambda m, x: [layer(x) for layer in m.layers.values()], layers=nn.ModuleDict(layers))
+    apply_policy(model, Policy(default="fp32", modules={"layers.age[years]": "bf16", "layers.b*": "fp16"}))
+    with watch_dtypes(model) as log:
+        model(torch.ones(1, 2))
+    assert log["layers.age[years]"].computed == {BFLOAT}
+    assert log["layers.b*"].computed == {HALF}
+    assert log["layers.bc"].computed == {FULL}
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(4, 4)
+        self.hidden = torch.zeros(1, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = torch.tanh(self.cell(x) + self.hidden.detach())
+        return self.hidden
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_state_that_the_forward_sets_anew_is_kept_and_has_its_dtype_outside(compiled: bool) -> None:
+    torch._dynamo.reset()
+    model, bare = Remembering(), Remembering()
+    bare.load_state_dict(model.state_dict())
+    apply_policy(model, Policy(default="bf16"))
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    for _ in range(3):
+        run(torch.ones(1, 4)).sum().backward()
+        bare(torch.ones(1, 4))
+        torch.testing.assert_close(model.hidden, bare.hidden, rtol=3e-2, atol=3e-2)
+    remove_policy(model)(torch.ones(1, 4))
+
+
+def test_an_async_forward_is_refused_where_it_would_compute_in_fp32() -> None:
+    class Later(nn.Module):
+        async def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    model = nn.Sequential(Later())
+    with pytest.raises(ApplyError, match=r"'0' has an `async` forward.*found bf16; allowed: fp32"):
+        apply_policy(model, Policy(default="bf16"))
+    apply_policy(model, Policy(default="bf16", modules={"0": "fp32"}))

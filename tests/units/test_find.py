@@ -187,6 +187,24 @@ def test_a_dry_run_leaves_statistics_gradients_and_the_random_state_alone() -> N
     assert not any("forward" in module.__dict__ or module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_dry_run_leaves_parameters_that_the_forward_writes_to() -> None:
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, 4, max_norm=0.1)
+            self.scale = nn.Parameter(torch.tensor(9.0))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            self.scale.data.clamp_(max=1.0)
+            return self.table(ids) * self.scale
+
+    model = Clamped()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    units = find_units(model, lambda m: m(torch.arange(4)))
+    assert units.units[0].choices == ("fp32", "autocast", "fp16", "bf16")
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_lazy_modules_get_their_shapes() -> None:
     model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.ReLU(), nn.Linear(4, 2))

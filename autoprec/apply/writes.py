@@ -1,4 +1,6 @@
-"""Find the buffers that a module's own code writes to: they stay FP32 in a half region. Reads code, runs none."""
+"""Find the tensors of a module that have to stay FP32 in a half region: those that its own code writes to, and the
+tables of embeddings with sparse gradients. Reads code, runs none.
+"""
 
 from __future__ import annotations
 
@@ -6,60 +8,130 @@ import ast
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
+from autoprec.apply.casts import plain_tensors
 from autoprec.apply.checkpointing import own_forward
 from autoprec.apply.trees import CASTABLE
 
-__all__ = ["written_buffers"]
+__all__ = ["tensors_kept", "written_parameters"]
 
 MAX_DEPTH = 3
 _EVERY = "*"
 _WRITERS = frozenset({"batch_norm", "instance_norm", "all_reduce", "broadcast", "reduce", "all_gather_into_tensor"})
 """Functions that write into a tensor they are given, beside those whose name ends with an underscore."""
+_HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_"})
 _OWN_BUFFERS = frozenset({"buffers", "named_buffers"})
-_KNOWN: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+_VIEWS = frozenset(
+    {"detach", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "squeeze", "unsqueeze", "narrow",
+     "select", "diagonal", "view_as", "expand", "chunk", "split", "unbind"}
+)  # fmt: skip
+_Functions = dict[str, list[types.FunctionType]]
+_KNOWN_BUFFERS: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+_KNOWN_PARAMETERS: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 
 
-def written_buffers(module: nn.Module) -> set[str]:
-    """Return the names of the floating buffers that the module's class (or instance forward) may write to."""
-    names = {name for name, buffer in module._buffers.items() if buffer is not None and buffer.dtype in CASTABLE}
-    if not names:
+def tensors_kept(module: nn.Module) -> set[str]:
+    """Return the names of the module's own floating tensors that a half region leaves in FP32.
+
+    A cast has no gradient for a sparse one, and what the forward writes into a cast is lost.
+    """
+    buffers = _castable(module._buffers)
+    found = set(_written_attributes(type(module))) if buffers else set()
+    function = _own_function(module)
+    if function is not None and buffers:
+        found |= _Reader(type(module), 0).read(function, {})
+    is_sparse_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    plain = {name for name in plain_tensors(module) if module.__dict__[name].dtype in CASTABLE}
+    kept = (buffers if _EVERY in found else buffers & found) | _written_in_place(module, plain)
+    return kept | {"weight"} if is_sparse_table else kept
+
+
+def written_parameters(module: nn.Module) -> set[str]:
+    """Return the names of the floating parameters that the module's forward is seen to write to."""
+    return _written_in_place(module, set())
+
+
+def _written_in_place(module: nn.Module, plain: set[str]) -> set[str]:
+    tensors = _castable(module._parameters) | plain
+    if not tensors:
         return set()
-    found = set(_written_attributes(type(module)))
+    found = set(_written_in_forward(type(module)))
+    function = _own_function(module)
+    if function is not None:
+        found |= _Reader(type(module), 0, in_place=True).read(function, {})
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        found.add("weight")
+    return tensors & found
+
+
+def _castable(tensors: Mapping[str, torch.Tensor | None]) -> set[str]:
+    return {name for name, tensor in tensors.items() if tensor is not None and tensor.dtype in CASTABLE}
+
+
+def _own_function(module: nn.Module) -> types.FunctionType | None:
     forward = own_forward(module)
-    if forward is not None:
-        function = getattr(forward, "func", getattr(forward, "__func__", forward))
-        if isinstance(function, types.FunctionType):
-            found |= _Reader(type(module), 0).read(function, {})
-    return names if _EVERY in found else names & found
+    function = getattr(forward, "func", getattr(forward, "__func__", forward))
+    return function if isinstance(function, types.FunctionType) else None
 
 
 def _written_attributes(cls: type[nn.Module]) -> frozenset[str]:
-    if cls in _KNOWN:
-        return _KNOWN[cls]
-    found: set[str] = set()
+    """Return the attributes that any method but the constructor writes to."""
+    if cls not in _KNOWN_BUFFERS:
+        functions = [function for name, each in _methods(cls).items() if name != "__init__" for function in each]
+        found = [_Reader(cls, 0).read(function, {}) for function in functions]
+        _KNOWN_BUFFERS[cls] = frozenset().union(*found)
+    return _KNOWN_BUFFERS[cls]
+
+
+def _written_in_forward(cls: type[nn.Module]) -> frozenset[str]:
+    """Return the attributes that the forward, or a method it names, writes to; torch's own layers write to none."""
+    if cls not in _KNOWN_PARAMETERS:
+        methods = _methods(cls)
+        found: set[str] = set()
+        seen, left = set(), ["forward"]
+        while left:
+            name = left.pop()
+            if name in seen or name not in methods:
+                continue
+            seen.add(name)
+            for function in methods[name]:
+                left += _code_names(function.__code__)
+                if not (function.__module__ or "").startswith("torch."):
+                    found |= _Reader(cls, 0, in_place=True).read(function, {})
+        _KNOWN_PARAMETERS[cls] = frozenset(found)
+    return _KNOWN_PARAMETERS[cls]
+
+
+def _methods(cls: type[nn.Module]) -> _Functions:
+    methods: _Functions = {}
     for base in cls.__mro__:
         if base in (nn.Module, object):
             continue
         for name, member in list(vars(base).items()):
             function = getattr(member, "__func__", member)
-            if isinstance(function, types.FunctionType) and name != "__init__":
-                found |= _Reader(cls, 0).read(function, {})
-    _KNOWN[cls] = frozenset(found)
-    return _KNOWN[cls]
+            if isinstance(function, types.FunctionType):
+                methods.setdefault(name, []).append(function)
+    return methods
 
 
 class _Reader(ast.NodeVisitor):
-    """Reads one function; `aliases` maps a local name to the attributes of self that it may stand for."""
+    """Reads one function; `aliases` maps a local name to the attributes of self that it may stand for.
 
-    def __init__(self, cls: type[nn.Module], depth: int) -> None:
+    For buffers whatever is in doubt counts as written. `in_place` (for parameters and plain attributes, which products
+    need in half): an attribute set anew is no write, the result of a method that is no view is another tensor, and code
+    without source writes to nothing.
+    """
+
+    def __init__(self, cls: type[nn.Module], depth: int, *, in_place: bool = False) -> None:
         self.cls = cls
         self.depth = depth
+        self.in_place = in_place
         self.written: set[str] = set()
         self.aliases: dict[str, set[str]] = {}
         self.self_name = ""
@@ -69,7 +141,7 @@ class _Reader(ast.NodeVisitor):
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         except (OSError, TypeError, SyntaxError, ValueError):
-            return _by_names(function)
+            return set() if self.in_place else _by_names(function)
         parameters = function.__code__.co_varnames
         self.self_name = parameters[0] if bound and function.__code__.co_argcount else ""
         self.globals = function.__globals__
@@ -106,7 +178,7 @@ class _Reader(ast.NodeVisitor):
             )
         if name in _OWN_BUFFERS and self._is_self(node.func.value):
             return {_EVERY}
-        return self.base(node.func.value)
+        return set() if self.in_place and name not in _VIEWS else self.base(node.func.value)
 
     def _is_self(self, node: ast.AST) -> bool:
         return isinstance(node, ast.Name) and node.id == self.self_name != ""
@@ -117,6 +189,8 @@ class _Reader(ast.NodeVisitor):
                 self._store(item, value)
         elif isinstance(target, ast.Name):
             self.aliases.setdefault(target.id, set()).update(self.base(value))
+        elif self.in_place and isinstance(target, ast.Attribute) and self._is_self(target.value):
+            return
         elif isinstance(target, (ast.Attribute, ast.Subscript, ast.Starred)):
             self.written |= self.base(target)
 
@@ -143,12 +217,12 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         name = _last_name(node.func)
-        writes = name.endswith("_") and not name.endswith("__")
+        writes = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
         if writes and isinstance(node.func, ast.Attribute):
             self.written |= self.base(node.func.value)
         if writes or name in _WRITERS:
             self.written |= set().union(*(self.base(item) for item in [*node.args, *(k.value for k in node.keywords)]))
-        if name == "setattr" and len(node.args) > 1 and self._is_self(node.args[0]):
+        if name == "setattr" and not self.in_place and len(node.args) > 1 and self._is_self(node.args[0]):
             self.written |= _constant(node.args[1])
         for keyword in node.keywords:
             if keyword.arg == "out":
@@ -167,7 +241,7 @@ class _Reader(ast.NodeVisitor):
             return
         parameters = function.__code__.co_varnames[: function.__code__.co_argcount][1 if bound else 0 :]
         aliases = dict(zip(parameters, given, strict=False)) | {k: v for k, v in named.items() if v}
-        self.written |= _Reader(self.cls, self.depth + 1).read(function, aliases, bound=bound)
+        self.written |= _Reader(self.cls, self.depth + 1, in_place=self.in_place).read(function, aliases, bound=bound)
 
     def _resolve(self, node: ast.AST) -> tuple[types.FunctionType | None, bool]:
         found: Any = None
@@ -205,6 +279,3 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _code_names(constant)
-
-
-Function = Callable[..., Any]
