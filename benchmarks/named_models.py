@@ -107,6 +107,7 @@ def try_model(name: str, *, seed: int = 0) -> Result:
     batch, held_out = next(iter(task.train_batches())), next(iter(task.eval_batches()))
     units = find_units(model, lambda m: task.loss(m, batch), try_precisions=False)
     used = gets_gradients(model, task, batch)
+    settle_statistics(model, task, batch)
     bare_loss, bare = evaluate(model, task, held_out)
     statistics = {key: buffer.clone() for key, buffer in model.named_buffers()}
     policy = random_policy(units, seed)
@@ -132,6 +133,18 @@ def try_model(name: str, *, seed: int = 0) -> Result:
     if len(after) != len(bare) or not all(torch.equal(a, b) for a, b in zip(after, bare, strict=True)):
         problem = "outputs after removal differ"
     return Result(name, len(units), loss, bare_loss, time.perf_counter() - start, problem)
+
+
+def settle_statistics(model: nn.Module, task: Task, batch: Any) -> None:
+    """Give norms the statistics of the batch: with those of the start a deep model may evaluate to 1e12 in FP32."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+    with torch.no_grad():
+        task.loss(model.train(), batch)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
 
 
 def gets_gradients(model: nn.Module, task: Task, batch: Any) -> set[str]:
