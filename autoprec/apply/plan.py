@@ -206,7 +206,7 @@ def _check_scripted(plan: Plan) -> None:
 
 def _check_async(plan: Plan) -> None:
     for name, module in plan.structure.unique():
-        forward = type(module).forward
+        forward = inspect.getattr_static(type(module), "forward", None)
         runs_later = inspect.iscoroutinefunction(forward) or inspect.isasyncgenfunction(forward)
         if runs_later and plan.precision(name) != "fp32":
             raise ApplyError(
