@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoprec.cli.output import INCONCLUSIVE, INTERRUPTED, check_format, open_console, parse_memory, print_json
+from autoprec.cli.signals import interruptible
 from autoprec.cli.task_options import TaskOptions, option, takes_task
+from autoprec.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,6 +47,9 @@ def _search(
         int | None,
         option("Trials at once where no time is measured; as many as cores, up to 4.", "--workers"),
     ] = None,
+    devices: Annotated[
+        str | None, option("Several GPUs of one product, a trial on each: cuda:0,cuda:1.", "--devices")
+    ] = None,
     storage: Annotated[str | None, option("Optuna database URL; a file in the folder.", "--storage")] = None,
     study_name: Annotated[str | None, option("Name of the study.", "--study-name")] = None,
     output: Annotated[Path | None, option("Folder for the files.", "-o", "--output")] = None,
@@ -62,22 +68,28 @@ def _search(
         "study_name": study_name,
         "output": output,
     }
-    plan = _prepare(task, margin=margin, max_seeds=max_seeds, settings=settings)
     try:
-        result, shares = _run(plan, trial_timeout=trial_timeout, to_stderr=format == "json", started=started)
+        with interruptible():
+            plan = _prepare(task, margin=margin, max_seeds=max_seeds, devices=devices, settings=settings)
+            result, shares = _run(plan, trial_timeout=trial_timeout, to_stderr=format == "json", started=started)
     except KeyboardInterrupt:
-        print("interrupted; the best so far is written, the same command goes on where it stopped", file=sys.stderr)
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     _report(result, shares, wall_seconds=time.perf_counter() - started, format=format)
     raise typer.Exit(0 if result.is_conclusive else INCONCLUSIVE)
 
 
-def _prepare(task: TaskOptions, *, margin: float | None, max_seeds: int | None, settings: dict[str, Any]) -> SearchPlan:
-    from autoprec.search.plan import SearchSettings, prepare_search
+def _prepare(
+    task: TaskOptions, *, margin: float | None, max_seeds: int | None, devices: str | None, settings: dict[str, Any]
+) -> SearchPlan:
+    from autoprec.search.plan import SearchSettings, prepare_search, resolve_devices
     from autoprec.search.proof import build_proof
 
-    trial = task.trial_settings()
-    search = SearchSettings(proof=build_proof(margin, max_seeds), **settings)
+    several = () if devices is None else tuple(resolve_devices(devices))
+    if several and task.device is not None:
+        raise UsageError("--device and --devices: one of them is needed")
+    trial = (dataclasses.replace(task, device=several[0]) if several else task).trial_settings()
+    search = SearchSettings(proof=build_proof(margin, max_seeds), devices=several, **settings)
     return prepare_search(task.build_task(), trial=trial, settings=search)
 
 
@@ -92,7 +104,9 @@ def _run(
     _announce(plan, console)
     with (
         Progress(console, plan) as progress,
-        open_measure(plan.task, timeout_seconds=trial_timeout, num_workers=plan.num_workers) as measure,
+        open_measure(
+            plan.task, timeout_seconds=trial_timeout, num_workers=plan.num_workers, devices=plan.devices
+        ) as measure,
     ):
         result = run_search(plan, measure, events=progress)
         return result, progress.shares(time.perf_counter() - started)
@@ -112,7 +126,7 @@ def _announce(plan: SearchPlan, console: Console) -> None:
     pinned = [decision for decision in plan.decisions if decision.is_pinned]
     named = plan.task.accuracy_name
     lines = [
-        f"task      {plan.task.name}, trained here on {plan.trial.device}"
+        f"task      {plan.task.name}, trained here on {', '.join(plan.devices)}"
         + ("" if plan.target_is_here else " with FP16 emulated"),
         f"target    {shape} on {plan.target} ({kind})",
         *([] if named == "accuracy" else [f"accuracy  stands for the {named}"]),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoprec.cli.output import INCONCLUSIVE, INTERRUPTED, WORSE, check_format, open_console, print_json
+from autoprec.cli.signals import interruptible
 from autoprec.cli.task_options import TaskOptions, option, takes_task
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def _verify(
         "output": output,
     }
     try:
-        proof = _prove(policy, task, settings, to_stderr=format == "json")
+        with interruptible():
+            proof = _prove(policy, task, settings, to_stderr=format == "json")
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None

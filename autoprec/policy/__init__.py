@@ -20,7 +20,7 @@ from autoprec.policy.evidence import (
     UnitEvidence,
     VerificationEvidence,
 )
-from autoprec.policy.files import write_atomically
+from autoprec.policy.files import remove_unfinished, write_atomically
 from autoprec.policy.precedence import is_glob, parents_of, resolve_precisions
 from autoprec.policy.values import SCHEMA_VERSION, Policy, content_hash, load_policy
 
@@ -52,5 +52,6 @@ __all__ = [
     "load_policy",
     "parents_of",
     "resolve_precisions",
+    "remove_unfinished",
     "write_atomically",
 ]

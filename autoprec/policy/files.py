@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["write_atomically"]
+__all__ = ["remove_unfinished", "write_atomically"]
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
@@ -23,3 +23,9 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what `write_atomically` left in a folder when it was killed; nobody may be writing there."""
+    for path in folder.glob(".*.json.*.tmp"):
+        path.unlink(missing_ok=True)

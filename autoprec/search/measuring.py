@@ -40,7 +40,12 @@ class _PoolMeasure:
 
 
 @contextlib.contextmanager
-def open_measure(task: Task, *, timeout_seconds: float | None, num_workers: int = 1) -> Iterator[Measure]:
-    """Yield a measurement of `task`; its processes start with the first trials and end with the context."""
-    with WorkerPool(task, num_workers=num_workers) as pool:
+def open_measure(
+    task: Task, *, timeout_seconds: float | None, num_workers: int = 1, devices: Sequence[str] = ()
+) -> Iterator[Measure]:
+    """Yield a measurement of `task`; its processes start with the first trials and end with the context.
+
+    With several `devices` there is a process for each, which runs its trials there; else they run where they say.
+    """
+    with WorkerPool(task, num_workers=num_workers, devices=devices if len(devices) > 1 else ()) as pool:
         yield _PoolMeasure(pool, timeout_seconds)

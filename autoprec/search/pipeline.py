@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from optuna.storages import BaseStorage
+from optuna.storages import BaseStorage, RDBStorage
 from optuna.study import Study
 
 from autoprec.errors import PrecisionWarning, UsageError
 from autoprec.estimates.gpus import gpu_by_name
-from autoprec.policy import Policy, Recommendation, load_policy, write_atomically
+from autoprec.policy import Policy, Recommendation, load_policy, remove_unfinished, write_atomically
 from autoprec.search.arms import FP32
 from autoprec.search.events import Events
 from autoprec.search.export import exported_policy, proof_means
@@ -31,7 +32,7 @@ from autoprec.search.revert import give_back, savings
 from autoprec.search.runner import run_trials
 from autoprec.search.samplers import build_sampler, quiet_optuna
 from autoprec.search.shares import Shares
-from autoprec.search.storage import alone, open_storage, sqlite_url
+from autoprec.search.storage import alone, close_storage, open_storage, sqlite_url, storage_errors
 from autoprec.search.study import OBJECTIVES, SearchStudy, TrialRecord, open_study
 from autoprec.search.verification import RunStore, Verification, verify
 from autoprec.tasks.batches import count_samples, open_batches
@@ -135,7 +136,9 @@ def search_policy(
             warnings.warn(note, PrecisionWarning, stacklevel=2)
         else:
             events.note(note)
-    with open_measure(plan.task, timeout_seconds=trial_timeout, num_workers=plan.num_workers) as measure:
+    with open_measure(
+        plan.task, timeout_seconds=trial_timeout, num_workers=plan.num_workers, devices=plan.devices
+    ) as measure:
         return run_search(plan, measure, events=events)
 
 
@@ -149,14 +152,15 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
     events = events or Events()
     quiet_optuna()
     plan.folder.mkdir(parents=True, exist_ok=True)
-    with alone(plan.folder):
+    url = plan.settings.storage or sqlite_url(plan.folder / "study.db")
+    with storage_errors(url), alone(plan.folder, url, plan.study_name), _opened(url) as storage:
         _check_folder(plan)
+        remove_unfinished(plan.folder)
         lessons = learn(plan, measure, events)
-        storage = open_storage(plan.settings.storage or sqlite_url(plan.folder / "study.db"))
         study = open_search(plan, storage, lessons)
-        num_stale = study.fail_stale()
-        if num_stale:
-            events.note(f"{num_stale} trial(s) of a search that was stopped are marked as failed")
+        num_failed = study.reconcile()
+        if num_failed:
+            events.note(f"{num_failed} trial(s) of a search that was stopped are marked as failed")
         events.resumed(study.records)
         verification = Verification(plan.settings.proof)
         try:
@@ -172,8 +176,18 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
         except KeyboardInterrupt:
             if study.fp32 is not None:
                 _finish(plan, study, candidates_of(study, plan), verification, lessons)
+                events.note(f"the best so far is written: {plan.folder / 'policy.json'}")
             raise
         return _finish(plan, study, candidates, verification, lessons)
+
+
+@contextlib.contextmanager
+def _opened(url: str) -> Iterator[RDBStorage]:
+    storage = open_storage(url)
+    try:
+        yield storage
+    finally:
+        close_storage(storage)
 
 
 def open_search(plan: SearchPlan, storage: BaseStorage, lessons: Lessons) -> SearchStudy:

@@ -28,7 +28,7 @@ from autoprec.search.proof import Proof
 from autoprec.search.recommendation import Prefer, as_preference
 from autoprec.search.samplers import SAMPLERS
 from autoprec.search.space import SearchSpace, load_space
-from autoprec.search.study import Limits
+from autoprec.search.study import OBJECTIVES, Limits
 from autoprec.tasks.batches import BatchStream, cut_batch, move_batch
 from autoprec.tasks.code import code_digest
 from autoprec.tasks.options import training_options
@@ -51,8 +51,10 @@ __all__ = [
     "file_name",
     "prepare_search",
     "resolve_device",
+    "resolve_devices",
     "target_of",
     "task_identity",
+    "trial_identity",
 ]
 
 MAX_FINALISTS = 2
@@ -73,6 +75,7 @@ class SearchSettings:
         memory_budget_bytes: what uses more is not recommended; no part of the study's identity.
         space: name of a built-in search space or a TOML file; None chooses by the model's structure.
         num_workers: trials at once on a CPU, where no time is measured; None takes `default_num_workers`.
+        devices: CUDA devices of one product that run a trial each at the same time; empty: the trials' own alone.
         storage: an Optuna database URL; None takes `study.db` in the output folder.
         study_name: None takes `<model>-<hash of the settings>`.
         output: the folder for the files; None takes `runs/<study name>`.
@@ -86,6 +89,7 @@ class SearchSettings:
     memory_budget_bytes: float | None = None
     space: str | Path | None = None
     num_workers: int | None = None
+    devices: Sequence[str] = ()
     storage: str | None = None
     study_name: str | None = None
     output: str | Path | None = None
@@ -128,6 +132,7 @@ class SearchPlan:
     target_is_here: bool
     step_seconds: float
     num_workers: int
+    devices: Sequence[str]
     unit_calls: Sequence[str]
     notes: Sequence[str] = ()
 
@@ -159,6 +164,7 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         TaskError: a part of the task is not what a trial needs.
     """
     check_compile(task, torch.device(trial.device))
+    num_workers = _num_workers(task, trial, settings)
     num_steps = max(trial.warmup_steps + trial.measured_steps, settings.proof.num_steps)
     notes = check_task(task, trial, num_steps=num_steps)
     if not can_travel(task):
@@ -185,7 +191,8 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
     info = describe_model(read_structure(model), task.name)
     identity = study_identity(
         task=task_identity(task),
-        trial=trial.model_dump(mode="json", exclude={"abort"}),
+        trial=trial_identity(trial),
+        objectives=dict(OBJECTIVES),
         model=content_hash(info.model_dump_json()),
         space=content_hash(space.model_dump_json()),
         sampler=settings.sampler,
@@ -208,7 +215,8 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         target=target,
         target_is_here=here,
         step_seconds=_time_step(task, model, batch),
-        num_workers=_num_workers(task, trial, settings),
+        num_workers=num_workers,
+        devices=tuple(settings.devices) or (trial.device,),
         unit_calls=units.calls,
         notes=notes,
     )
@@ -239,6 +247,8 @@ def _num_workers(task: Task, trial: TrialSettings, settings: SearchSettings) -> 
     Raises:
         UsageError: more than one is asked for where that cannot be.
     """
+    if settings.devices:
+        return _num_devices(task, trial, settings)
     possible = default_num_workers(task, trial.device)
     if settings.num_workers is None or settings.num_workers == 1:
         return settings.num_workers or possible
@@ -247,6 +257,43 @@ def _num_workers(task: Task, trial: TrialSettings, settings: SearchSettings) -> 
     if not can_travel(task):
         raise UsageError("num_workers: this task cannot travel to other processes; its trials run in this one")
     return settings.num_workers
+
+
+def _num_devices(task: Task, trial: TrialSettings, settings: SearchSettings) -> int:
+    if settings.devices[0] != trial.device:
+        raise UsageError(
+            f"devices {', '.join(settings.devices)}: the trials' device, {trial.device!r}, is not the first"
+        )
+    if settings.num_workers is not None and settings.num_workers != len(settings.devices):
+        raise UsageError("num_workers: with devices it is their number, one trial at a time on each")
+    if len(settings.devices) > 1 and not can_travel(task):
+        raise UsageError(
+            "devices: this task cannot travel to other processes; its trials run in this one, on one device"
+        )
+    return len(settings.devices)
+
+
+def resolve_devices(names: str) -> list[str]:
+    """Return the devices of "cuda:0,cuda:1": different ones of the same product.
+
+    Raises:
+        UsageError: one is not there or is given twice, or they are not alike, so that times could not be compared.
+    """
+    found = [resolve_device(name.strip()) for name in names.split(",") if name.strip()]
+    if not found:
+        raise UsageError("devices: none is given; such as cuda:0,cuda:1")
+    if len(found) > 1:
+        if any(torch.device(name).type != "cuda" for name in found):
+            raise UsageError(f"devices {names!r}: several are for CUDA; on a CPU --workers runs several trials at once")
+        found = [name if ":" in name else f"{name}:0" for name in found]
+        if len(set(found)) < len(found):
+            raise UsageError(
+                f"devices {names!r}: one is given twice; two trials on one device would disturb their times"
+            )
+        products = {torch.cuda.get_device_name(name) for name in found}
+        if len(products) > 1:
+            raise UsageError(f"devices {names!r}: {', '.join(sorted(products))}; times of one study need one product")
+    return found
 
 
 def target_of(trial: TrialSettings) -> tuple[str, bool]:
@@ -296,6 +343,13 @@ def _optimizer_defaults(task: Task) -> dict[str, Any]:
         for name, values in defaults.items()
         if name not in task.optimizer_settings and len(values) == 1
     }
+
+
+def trial_identity(trial: TrialSettings) -> dict[str, Any]:
+    """Return what decides the numbers of trials: of the device its product, not which of several equal ones it is."""
+    kind = torch.device(trial.device).type
+    device = {"device": kind} if kind == "cpu" else {"device": kind, "device_name": target_of(trial)[0]}
+    return trial.model_dump(mode="json", exclude={"abort"}) | device
 
 
 def task_identity(task: Task) -> dict[str, Any]:

@@ -25,13 +25,13 @@ from autoprec.search.lookahead import Measure
 from autoprec.search.measuring import open_measure
 from autoprec.search.parameters import policy_key
 from autoprec.search.pipeline import metric_resolution, with_ratios
-from autoprec.search.plan import file_name, resolve_device, target_of, task_identity
+from autoprec.search.plan import file_name, resolve_device, target_of, task_identity, trial_identity
 from autoprec.search.proof import Proof, build_proof
 from autoprec.search.recommendation import Candidate
 from autoprec.search.runner import require_reference
 from autoprec.search.samplers import quiet_optuna
 from autoprec.search.shares import Shares
-from autoprec.search.storage import alone, open_storage, sqlite_url
+from autoprec.search.storage import alone, close_storage, open_storage, sqlite_url, storage_errors
 from autoprec.search.study import load_or_create
 from autoprec.search.verification import RunStore, Verification, verify
 from autoprec.tasks.protocol import Task
@@ -227,7 +227,7 @@ def _prepare(policy: Policy, task: Task, trial: TrialSettings, proof: Proof, *, 
     model = _fitting_model(policy, task, trial)
     identity = study_identity(
         task=task_identity(task),
-        trial=trial.model_dump(mode="json"),
+        trial=trial_identity(trial),
         model=content_hash(model.model_dump_json()),
         proof=dataclasses.asdict(proof),
         versions=versions(),
@@ -330,9 +330,13 @@ def _contender(name: str, policy: Policy) -> Contender:
 def _opened(plan: _Plan, folder: Path, storage: str | None) -> Iterator[RunStore]:
     quiet_optuna()
     folder.mkdir(parents=True, exist_ok=True)
-    with alone(folder):
-        database = open_storage(storage or sqlite_url(folder / "study.db"))
-        yield RunStore(load_or_create(database, name=plan.study_name, identity=plan.identity))
+    url = storage or sqlite_url(folder / "study.db")
+    with storage_errors(url), alone(folder, url, plan.study_name):
+        database = open_storage(url)
+        try:
+            yield RunStore(load_or_create(database, name=plan.study_name, identity=plan.identity))
+        finally:
+            close_storage(database)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.search_space import IntersectionSearchSpace
 from optuna.study import Study
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.search.prior import PolicyPrior
 from autoprec.search.proposals import best_so_far, propose
@@ -43,7 +43,7 @@ class PolicySampler(BaseSampler):
     The first policy of an empty study is the safe choice everywhere: all else is measured against it.
 
     Args:
-        seed: with the trial's number it decides every draw; None draws one.
+        seed: with the trial's number (interrupted ones left out) it decides every draw; None draws one.
         prior: what a profile says of the units; None starts from nothing.
         preference: weight of each objective in relative terms (1 % of one against 1 % of the other); None weighs all
             the same. Every fourth proposal looks elsewhere on the front.
@@ -107,8 +107,8 @@ class PolicySampler(BaseSampler):
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
         """Return the fixed or pinned value, the safe choice in an empty study, else TPE's suggestion."""
-        if param_name == self._late(trial):
-            return self._other_value(trial, param_name, param_distribution)
+        if param_name == self._late(study, trial):
+            return self._other_value(study, trial, param_name, param_distribution)
         if param_name in self._fixed:
             return self._fixed[param_name]
         if param_name in self._prior.pinned:
@@ -118,7 +118,8 @@ class PolicySampler(BaseSampler):
             if is_first and self._safe_choice in param_distribution.choices:
                 return self._safe_choice
         number = zlib.crc32(param_name.encode())
-        fallback = TPESampler(seed=int(np.random.SeedSequence([self._seed, trial.number, number]).generate_state(1)[0]))
+        place = [self._seed, self._place(study, trial), number]
+        fallback = TPESampler(seed=int(np.random.SeedSequence(place).generate_state(1)[0]))
         return fallback.sample_independent(study, trial, param_name, param_distribution)
 
     def _propose(self, study: Study, trial: FrozenTrial, space: Mapping[str, BaseDistribution]) -> Mapping[str, Any]:
@@ -142,21 +143,29 @@ class PolicySampler(BaseSampler):
             raise ValueError(
                 f"preference is {self._preference}; {len(study.directions)} weights from 0, not all 0, are needed"
             )
-        rng = np.random.default_rng([self._seed, trial.number])
-        if self._late(trial) is not None and history.feasible.any():
+        place = self._place(study, trial)
+        rng = np.random.default_rng([self._seed, place])
+        if self._late(study, trial) is not None and history.feasible.any():
             return encoding.values(best_so_far(history, weights))
-        chosen = propose(encoding, history, self._prior, weights=weights, number=trial.number, rng=rng)
+        chosen = propose(encoding, history, self._prior, weights=weights, number=place, rng=rng)
         return {} if chosen is None else encoding.values(chosen)
 
-    def _late(self, trial: FrozenTrial) -> str | None:
+    def _place(self, study: Study, trial: FrozenTrial) -> int:
+        """Return the trial's number, those left out that were interrupted: what is drawn is as in an unbroken study."""
+        if not self._ignore_failed:
+            return trial.number
+        failed = study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+        return trial.number - sum(other.number < trial.number for other in failed)
+
+    def _late(self, study: Study, trial: FrozenTrial) -> str | None:
         """Return the late parameter that this trial is about; None where it is about precisions."""
-        turn, rest = divmod(trial.number - LATE_AFTER, LATE_EVERY)
+        turn, rest = divmod(self._place(study, trial) - LATE_AFTER, LATE_EVERY)
         names = self._searched_late
         return names[turn % len(names)] if names and turn >= 0 and rest == 0 else None
 
-    def _other_value(self, trial: FrozenTrial, name: str, distribution: BaseDistribution) -> Any:
+    def _other_value(self, study: Study, trial: FrozenTrial, name: str, distribution: BaseDistribution) -> Any:
         """Return a value that is not the fixed one; the fixed one where there is no other or the range is no list."""
         choices = distribution.choices if isinstance(distribution, CategoricalDistribution) else ()
         others = [choice for choice in choices if choice != self._fixed[name]]
-        rng = np.random.default_rng([self._seed, trial.number])
+        rng = np.random.default_rng([self._seed, self._place(study, trial)])
         return others[int(rng.integers(len(others)))] if others else self._fixed[name]

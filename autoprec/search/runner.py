@@ -15,7 +15,7 @@ from autoprec.search.arms import BASELINES, FP32, Arm
 from autoprec.search.events import Events
 from autoprec.search.lookahead import Measure, measure_ahead, num_parallel
 from autoprec.search.parameters import ParameterValue
-from autoprec.search.study import SearchStudy, TrialRecord
+from autoprec.search.study import SearchStudy
 from autoprec.trials.outcome import Outcome, TrialSettings
 
 __all__ = ["require_reference", "run_trials"]
@@ -46,14 +46,15 @@ def run_trials(
     run = _Runner(study, measure, n_trials=n_trials, settings=settings, events=events)
     run.arms(arms)
     run.interrupted()
-    repeats = 0
+    at_once = num_parallel(measure)
+    repeats = study.num_cached_last // at_once * at_once  # of a search that was stopped
     while study.num_finished < n_trials and not study.is_exhausted:
         values = _unseen_values(study, seed=settings.seed) if repeats >= MAX_REPEATS else None
         if repeats >= MAX_REPEATS and values is None:
             study.mark_exhausted()
             events.note(f"the search space is exhausted: {MAX_DRAWS} random policies were all run before")
         else:
-            count = min(num_parallel(measure), n_trials - study.num_finished)
+            count = min(at_once, n_trials - study.num_finished)
             repeats = 0 if run.sample([values] if values else [None] * count) else repeats + count
 
 
@@ -91,10 +92,14 @@ class _Runner:
                 yield self._asked(self._study.ask(arm.values, arm=arm.name), arm.policy, arm.name)
 
     def interrupted(self) -> None:
-        """Run again the sampled trials that were running when a search was stopped."""
-        values = self._study.interrupted_values()
-        if values:
-            self.sample(values[: max(0, self._n_trials - self._study.num_finished)])
+        """Run again the sampled trials that were running when a search was stopped, and those asked for with them."""
+        values, is_untold = self._study.interrupted_values()
+        room = max(0, self._n_trials - self._study.num_finished)
+        wanted: list[Mapping[str, ParameterValue] | None] = [*values]
+        if values and is_untold:
+            wanted += [None] * (num_parallel(self._measure) - len(values))
+        if wanted:
+            self.sample(wanted[:room])
 
     def sample(self, wanted: Sequence[Mapping[str, ParameterValue] | None]) -> int:
         """Run a trial for each of the given values; None asks the sampler. Return how many policies were new."""
@@ -120,7 +125,7 @@ class _Runner:
 
         def jobs() -> Iterator[tuple[_Asked, Policy, TrialSettings]]:
             for each in source:
-                if each.key in self._running or self._equal(each) is not None:
+                if each.key in self._running or self._study.equal_to(each.key) is not None:
                     repeated.append(each)
                     continue
                 self._running[each.key] = each
@@ -136,13 +141,14 @@ class _Runner:
                     del self._running[each.key]
                     num_finished = self._study.num_finished
                     self._events.trial_finished(record, num_finished=num_finished, n_trials=self._n_trials)
-            for each in repeated:
-                equal = self._equal(each)
-                assert equal is not None
-                self._study.tell(each.trial, each.policy, equal.outcome, cached_from=equal.number)
+            while repeated:
+                each = repeated.pop(0)
+                self._study.settle(each.trial, each.policy)
         except BaseException:
-            self._fail([*self._running.values(), *repeated, *(source if isinstance(asked, list) else ())])
+            self._fail(self._running.values())
             self._running.clear()
+            for each in (*repeated, *(source if isinstance(asked, list) else ())):
+                self._study.settle(each.trial, each.policy)
             raise
 
     def _settings_for(self, asked: _Asked) -> TrialSettings:
@@ -151,10 +157,6 @@ class _Runner:
         if asked.label in BASELINES or reference is None:
             return self._settings
         return self._settings.model_copy(update={"abort": self._study.limits.abort_rules(reference.outcome)})
-
-    def _equal(self, asked: _Asked) -> TrialRecord | None:
-        records = self._study.records
-        return next((record for record in records if record.key == asked.key and not record.is_cached), None)
 
     def _fail(self, asked: Iterable[_Asked]) -> None:
         for each in asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -117,7 +118,6 @@ class SearchStudy:
         fp32 = outcome if reference is None else reference.outcome
         trial.set_user_attr("policy", policy.model_dump(mode="json", exclude_none=True))
         trial.set_user_attr("policy_key", self.parameters.key(policy))
-        trial.set_user_attr("outcome", outcome.model_dump(mode="json"))
         if cached_from is not None:
             trial.set_user_attr(CACHED_FROM, cached_from)
         failed = self.parameters.owner_of(outcome.first_non_finite.module) if outcome.first_non_finite else None
@@ -125,9 +125,13 @@ class SearchStudy:
             trial.set_user_attr(FAILED_UNIT, failed)
         for name, value in constraint_values(outcome, fp32, self.limits).items():
             trial.set_constraint(name, value)
+        trial.set_user_attr("outcome", outcome.model_dump(mode="json"))  # the last: see `reconcile`
+        return _record(self._close(trial.number, outcome, fp32))
+
+    def _close(self, number: int, outcome: Outcome, fp32: Outcome) -> FrozenTrial:
         if outcome.kind == "aborted":
-            return _record(self.study.tell(trial, state=TrialState.PRUNED))
-        return _record(self.study.tell(trial, objective_values(outcome, fp32)))
+            return self.study.tell(number, state=TrialState.PRUNED)
+        return self.study.tell(number, objective_values(outcome, fp32))
 
     def _blames(self, outcome: Outcome, *, is_arm: bool) -> bool:
         """Whether the first place that was not finite is why a trial ended; an arm may skip for its scale alone."""
@@ -135,28 +139,67 @@ class SearchStudy:
             return outcome.skip_rate > self.limits.max_skip_rate and not is_arm
         return not outcome.is_ok
 
-    def fail(self, trial: Trial) -> None:
+    def fail(self, trial: Trial | FrozenTrial) -> None:
         """Store that a trial did not finish; it counts for nothing and its policy may be run again."""
-        self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+        self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
-    def fail_stale(self) -> int:
-        """Fail the trials that a killed search left RUNNING and return how many; nobody else may run the study."""
-        stale = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        for trial in stale:
-            self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
-        return len(stale)
+    def equal_to(self, key: str) -> TrialRecord | None:
+        """Return the trial that was run with an equal policy; None where none was."""
+        return next((record for record in self.records if record.key == key and not record.is_cached), None)
 
-    def interrupted_values(self) -> list[dict[str, ParameterValue]]:
-        """Return the values of sampled trials that were running when a search was stopped and not run again since."""
+    def settle(self, trial: Trial, policy: Policy) -> bool:
+        """End a trial that was asked for and not run: answer it from an equal one, else fail it and return False."""
+        equal = self.equal_to(self.parameters.key(policy))
+        if equal is None:
+            self.fail(trial)
+            return False
+        self.tell(trial, policy, equal.outcome, cached_from=equal.number)
+        return True
+
+    def reconcile(self) -> int:
+        """Settle the trials that a killed search left RUNNING; nobody else may run the study.
+
+        One whose outcome was stored is finished, one that equals a finished trial is answered from that. The others
+        are failed, their number is returned, and their policies run again.
+        """
+        num_failed = 0
+        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            outcome = trial.user_attrs.get("outcome")
+            if outcome is not None:
+                reference = None if trial.user_attrs.get("arm") == FP32 else self.fp32
+                fp32 = Outcome(**outcome) if reference is None else reference.outcome
+                self._close(trial.number, Outcome(**outcome), fp32)
+            elif set(trial.params) == set(self.parameters.distributions) and not trial.user_attrs.get("arm"):
+                left = Trial(self.study, trial._trial_id)
+                num_failed += not self.settle(left, self.parameters.policy(trial.params))
+            else:
+                self.fail(trial)
+                num_failed += 1
+        return num_failed
+
+    def interrupted_values(self) -> tuple[list[dict[str, ParameterValue]], bool]:
+        """Return the values of sampled trials that were running when a search was stopped and not run again since.
+
+        And whether none of those that were asked for together was told, so that some may not have been asked for.
+        """
         finished = {record.key for record in self.records}
         failed = self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
-        lost: dict[str, dict[str, ParameterValue]] = {}
+        lost: dict[str, FrozenTrial] = {}
         for trial in failed:
             if not trial.user_attrs.get("arm") and set(trial.params) == set(self.parameters.distributions):
                 key = self.parameters.key(self.parameters.policy(trial.params))
                 if key not in finished:
-                    lost.setdefault(key, dict(trial.params))
-        return list(lost.values())
+                    lost.setdefault(key, trial)
+        complete = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+        told = max((t.datetime_complete for t in complete if t.datetime_complete is not None), default=None)
+        started = min((t.datetime_start for t in lost.values() if t.datetime_start is not None), default=None)
+        is_untold = started is not None and (told is None or told <= started)
+        return [dict(trial.params) for trial in lost.values()], is_untold
+
+    @property
+    def num_cached_last(self) -> int:
+        """How many trials in a row, up to the last, were answered from equal ones."""
+        return sum(1 for _ in itertools.takewhile(lambda record: record.is_cached, reversed(self.records)))
 
     def front(self) -> list[TrialRecord]:
         """Return the feasible trials that no other feasible trial beats on all three objectives."""
@@ -207,7 +250,10 @@ def load_or_create(
     else:
         difference = first_difference(stored, identity)
         if difference is not None:
-            raise UsageError(f"study {name!r} has other settings: {difference}; give another --study-name or none")
+            raise UsageError(
+                f"study {name!r} has other settings: {difference}; give another --study-name (or none, and other "
+                "settings are another study by themselves), or the settings that it was begun with"
+            )
     return study
 
 

@@ -27,6 +27,11 @@ MAX_STDERR = 4_000
 STACK_SECONDS = 0.3
 """How long a hung process gets to write where it hangs, before it is killed."""
 
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+"""Signals that a trial does not send itself: a person, a job system or the out-of-memory killer did."""
+LOST_EXIT_CODE = 255
+"""What multiprocessing reports where the fork server died with the process."""
+
 _START_LOCK = threading.Lock()
 
 
@@ -36,7 +41,7 @@ class WorkerProcess:
     def __init__(self, source: TaskSource, num_threads: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["autoprec.trials.preload"])
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
+        self._stderr = _open_stderr()
         flags = fcntl.fcntl(self._stderr, fcntl.F_GETFL)
         fcntl.fcntl(self._stderr, fcntl.F_SETFL, flags | os.O_APPEND)
         self._connection, theirs = context.Pipe()
@@ -47,9 +52,11 @@ class WorkerProcess:
             name="autoprec-trials",
             daemon=True,
         )
+        self._num_out_of_memory = _count_out_of_memory()
         with _without_main_module():
             self._process.start()
         theirs.close()
+        self._pidfd = _open_pidfd(self._process.pid)
 
     @property
     def pid(self) -> int | None:
@@ -97,24 +104,47 @@ class WorkerProcess:
                 return f"signal {signal.Signals(-code).name}"
         return f"exit code {code}"
 
+    @property
+    def was_ended_from_outside(self) -> bool:
+        """Whether the end says nothing of what ran: a signal from elsewhere, or the fork server's end."""
+        code = self._process.exitcode
+        return code is not None and (code == LOST_EXIT_CODE or -code in FROM_OUTSIDE)
+
+    @property
+    def was_ended_for_memory(self) -> bool:
+        """Whether it was killed while the system's out-of-memory killer was at work."""
+        return self._process.exitcode == -signal.SIGKILL and _count_out_of_memory() > self._num_out_of_memory
+
     def kill(self) -> None:
         """Kill the process and its children; whoever waits for its answer gets an EOFError."""
-        if self.pid is not None:
-            _signal_group(self.pid)
+        if self.pid is not None and self._process.is_alive():  # it leads a group of its own, unless it has ended
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
 
     def end(self, *, with_stack: bool) -> str:
-        if self._process.is_alive() and self.pid is not None:
+        """Kill the process, and let go of all that was held for it; return the last lines of its stderr."""
+        if self._process.is_alive():
             if with_stack:
-                _signal(self.pid, signal.SIGUSR1)
+                self._signal(signal.SIGUSR1)
                 self._process.join(STACK_SECONDS)
-            _signal_group(self.pid)
+            self.kill()
             self._process.join(5.0)
-        elif self.pid is not None:
-            _signal_group(self.pid)
+        pidfd, self._pidfd = self._pidfd, None
+        if pidfd is not None:
+            os.close(pidfd)
         self._connection.close()
         text = self._read_stderr()
         self._stderr.close()
         return text
+
+    def _signal(self, number: int) -> None:
+        """Signal this process, and never another one that got its number since."""
+        with contextlib.suppress(OSError):
+            if self._pidfd is not None:
+                signal.pidfd_send_signal(self._pidfd, number)
+            elif self.pid is not None and self._process.is_alive():
+                os.kill(self.pid, number)
 
     def _read_stderr(self) -> str:
         size = self._stderr.seek(0, os.SEEK_END)
@@ -155,13 +185,26 @@ def _without_main_module() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(OSError):
-        os.kill(pid, number)
+def _open_stderr() -> IO[bytes]:
+    """Open a file without a name; in memory where the system can, so that a full disk is no error of what prints."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("autoprec-stderr"), "w+b")
+    return tempfile.TemporaryFile()
 
 
-def _signal_group(pid: int) -> None:
-    """Kill the process and its children: it leads a group of its own."""
-    with contextlib.suppress(OSError):
-        os.killpg(pid, signal.SIGKILL)
-    _signal(pid, signal.SIGKILL)
+def _open_pidfd(pid: int | None) -> int | None:
+    if pid is None or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # gone already, or a kernel without them
+        return None
+
+
+def _count_out_of_memory() -> int:
+    """Return how many processes the system has killed for want of memory since it started; 0 where it does not say."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/vmstat", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import getpass
 import os
 import re
 import socket
 import traceback
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,11 +26,19 @@ MAX_MESSAGE = 600
 MAX_TRACEBACK = 6_000
 
 _OUT_OF_MEMORY = re.compile(
-    r"out of memory|not enough memory|can't allocate memory|cannot allocate memory|alloc_failed|failed to allocate"
-    r"|hiperroroutofmemory|insufficient memory|std::bad_alloc|unable to mmap|resource_exhausted",
+    r"out[ _]of[ _](?:\w+[ _])?memory|not enough memory|can(?:'|no)t allocate memory"
+    r"|alloc(?:ation)?_failed|failed to allocate|hiperroroutofmemory|cudaerrormemoryallocation"
+    r"|insufficient (?:shared )?memory|bad[_ ]alloc|unable to (?:mmap|allocate)|resource_exhausted|invalid buffer size",
     re.IGNORECASE,
 )
-"""Spellings seen in torch's CUDA, ROCm, MPS, XPU and CPU allocators and in cuBLAS, cuDNN and the C++ runtime."""
+"""Spellings seen in torch's CUDA, ROCm, MPS, XPU and CPU allocators, its data loaders, and in cuBLAS, cuDNN and the C++
+runtime."""
+
+_STICKY = re.compile(
+    r"CUDA error|CUDA driver error|HIP error|device-side assert|illegal memory access|misaligned address"
+    r"|unspecified launch failure"
+)
+"""After these a process's device answers nothing any more; the kernels say them, whatever asked."""
 
 _ABOUT_PRECISION = re.compile(
     r"not implemented for|same dtype|expected scalar type|scalar type|dtype|Half|BFloat16|float16|bfloat16"
@@ -58,24 +68,49 @@ def classify(error: BaseException, policy: Policy) -> EndKind:
         return "out_of_memory"
     if not policy.low_precisions:
         return "user_error"
+    if _STICKY.search(_text(error)):
+        return "crashed"
     if isinstance(error, ApplyError | PolicyError | NotImplementedError):
         return "unsupported"
     if isinstance(error, AutoprecError):
         return "user_error"
-    about_precision = isinstance(error, RuntimeError) or _ABOUT_PRECISION.search(str(error)) is not None
+    about_precision = isinstance(error, RuntimeError) or _ABOUT_PRECISION.search(_text(error)) is not None
     return "unsupported" if about_precision else "user_error"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell memory errors by their type and by every spelling that the libraries under torch use."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+    for link in _chain(error):
+        if isinstance(link, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(link, OSError) and link.errno == errno.ENOMEM:
+            return True
+        if isinstance(link, RuntimeError) and _OUT_OF_MEMORY.search(_text(link)) is not None:
+            return True
+    return False
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that it came from, where the code that caught them raised another."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _text(error: BaseException) -> str:
+    """Return the exception's text; one whose own code fails has none."""
+    try:
+        return str(error).strip()
+    except Exception:
+        return ""
 
 
 def describe(error: BaseException, model: nn.Module | None = None) -> str:
     """Return one line: the error's own first line, its class, and the module of `model` that it came from."""
-    text = str(error).strip()
+    text = _text(error)
     first = text.splitlines()[0] if text else "no message"
     if not isinstance(error, AutoprecError | TrialEnd):
         first = f"{type(error).__name__}: {first}"

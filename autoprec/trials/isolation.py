@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["RandomState", "RandomStream", "isolated", "seed_everything", "release"]
+__all__ = ["RandomState", "RandomStream", "isolated", "models_left", "seed_everything", "release"]
 
 
 class RandomState:
@@ -62,22 +64,37 @@ def seed_everything(seed: int) -> None:
 def isolated() -> Iterator[None]:
     """Give back random states, torch's switches and its current dtype and device as they were."""
     randomness = RandomState()
-    switches = [(write, read()) for read, write in _SWITCHES]
+    switches = [(read, write, read()) for read, write in _SWITCHES]
     try:
         yield
     finally:
-        for write, value in switches:
-            write(value)
-        randomness.restore()
+        for read, write, value in switches:
+            if read() != value:  # writing one for the first time can load much of torch
+                write(value)
+        with contextlib.suppress(RuntimeError):  # of a device that does not answer any more
+            randomness.restore()
+
+
+_LEFT: list[weakref.ref[nn.Module]] = []
 
 
 def release(model: weakref.ref[nn.Module] | None, device: torch.device) -> None:
-    """See to it that a dropped model is really gone: collect reference cycles only where some still hold it."""
+    """See to it that a dropped model is really gone: collect reference cycles only where some still hold it.
+
+    One that lives on (the task's code holds it) is counted by `models_left`.
+    """
     if model is not None and model() is not None:
         gc.collect()
     if device.type == "cuda":
         gc.collect()
-        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # a device that does not answer is found by whoever uses it next
+            torch.cuda.empty_cache()
+    _LEFT[:] = [each for each in (*_LEFT, model) if each is not None and each() is not None]
+
+
+def models_left() -> int:
+    """Return how many models of trials that are over are still alive in this process."""
+    return sum(each() is not None for each in _LEFT)
 
 
 def _cuda_is_live() -> bool:
@@ -92,6 +109,18 @@ def _set_deterministic(state: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(state[0], warn_only=state[1])
 
 
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # somebody removed it
+        return "."
+
+
+def _set_environment(values: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(values)
+
+
 def _set_grad(enabled: bool) -> None:
     torch.set_grad_enabled(enabled)
 
@@ -100,8 +129,34 @@ def _set_anomaly(enabled: bool) -> None:
     torch.autograd.set_detect_anomaly(enabled)
 
 
+def _autocast(device: str) -> Iterator[tuple[Callable[[], Any], Callable[[Any], None]]]:
+    yield (lambda: torch.is_autocast_enabled(device), lambda on: torch.set_autocast_enabled(device, on))
+    yield (lambda: torch.get_autocast_dtype(device), lambda dtype: torch.set_autocast_dtype(device, dtype))
+
+
+def _own_default_device() -> torch.device | None:
+    """Return the device that was set as the default; None where none was (setting any slows every call)."""
+    mode = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if mode is None else mode.device
+
+
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
+    (_own_default_device, torch.set_default_device),
+    *_autocast("cpu"),
+    *_autocast("cuda"),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    _attribute(torch.backends.cudnn, "enabled"),
+    _attribute(torch.backends.mkldnn, "enabled"),
+    _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
+    _attribute(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    _attribute(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (_working_folder, os.chdir),
+    (lambda: dict(os.environ), _set_environment),
     (torch.is_grad_enabled, _set_grad),
     (torch.get_num_threads, torch.set_num_threads),
     (

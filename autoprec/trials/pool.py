@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
 
 from autoprec.policy import Policy
+from autoprec.tasks.code import code_digest
 from autoprec.tasks.protocol import Task
 from autoprec.trials.outcome import Outcome, TrialSettings
 from autoprec.trials.worker import InlineWorker, TrialRunner, Worker, can_travel
@@ -29,31 +30,41 @@ def default_num_workers(task: Task, device: str) -> int:
 
 
 class WorkerPool:
-    """Runs trials from several threads, each in the next idle process; torch's threads are shared out among them."""
+    """Runs trials from several threads, each in the next idle process; torch's threads are shared out among them.
 
-    def __init__(self, task: Task, *, num_workers: int) -> None:
+    Args:
+        task: what is trained.
+        num_workers: processes; with several `devices`, one for each of these.
+        devices: where the trials run, whatever their settings say: no two at once on the same. Empty: as these say.
+    """
+
+    def __init__(self, task: Task, *, num_workers: int, devices: Sequence[str] = ()) -> None:
+        if devices and len(devices) != num_workers:
+            raise ValueError(f"{num_workers} workers for {len(devices)} devices; one for each is needed")
         threads = max(1, torch.get_num_threads() // num_workers)
         self.num_workers = num_workers
         self._workers: list[TrialRunner] = [_open(task, threads) for _ in range(num_workers)]
-        self._idle: queue.SimpleQueue[TrialRunner] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
+        self._idle: queue.SimpleQueue[tuple[TrialRunner, str | None]] = queue.SimpleQueue()
+        for number, worker in enumerate(self._workers):
+            self._idle.put((worker, devices[number] if devices else None))
 
     def run(self, policy: Policy, settings: TrialSettings, *, timeout_seconds: float | None = None) -> Outcome:
-        """Run one trial in the next idle process; wait where there is none."""
-        worker = self._idle.get()
+        """Run one trial in the next idle process, on its device; wait where there is none."""
+        worker, device = idle = self._idle.get()
+        if device is not None:
+            settings = settings.model_copy(update={"device": device})
         try:
             return worker.run(policy, settings, timeout_seconds=timeout_seconds)
         finally:
-            self._idle.put(worker)
+            self._idle.put(idle)
 
     def call(self, name: str, arguments: dict[str, Any], *, timeout_seconds: float | None = None) -> Any:
         """Call a function with the task in the next idle process; see `Worker.call`."""
-        worker = self._idle.get()
+        worker, _ = idle = self._idle.get()
         try:
             return worker.call(name, arguments, timeout_seconds=timeout_seconds)
         finally:
-            self._idle.put(worker)
+            self._idle.put(idle)
 
     def stop(self) -> None:
         """End what runs now, from any thread: the trials that were running come back as crashed."""
@@ -77,5 +88,5 @@ class WorkerPool:
 def _open(task: Task, num_threads: int) -> TrialRunner:
     if can_travel(task):
         assert task.source is not None
-        return Worker(task.source, num_threads=num_threads)
+        return Worker(task.source, num_threads=num_threads, code=code_digest(task))
     return InlineWorker(task)

@@ -11,13 +11,15 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 from multiprocessing import connection, process
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoprec.errors import AutoprecError
 from autoprec.trials.failures import describe, format_traceback
+
+if TYPE_CHECKING:
+    from autoprec.trials.health import Health
 
 __all__ = ["serve"]
 
@@ -29,7 +31,7 @@ WATCH_SECONDS = 1.0
 def serve(parent: connection.Connection, stderr: int, first: dict[str, Any]) -> None:
     """Run as the process: `first` says what to build; each later message is a trial or a call."""
     _detach_from_terminal()
-    _die_with_search(first["search_pid"])
+    _guard(first["search_pid"])
     os.dup2(stderr, 1)  # what the task prints must not end in the search's own output
     os.dup2(stderr, 2)
     os.close(stderr)
@@ -38,13 +40,19 @@ def serve(parent: connection.Connection, stderr: int, first: dict[str, Any]) -> 
     sys.path[:] = first["path"]
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         task = _build(parent, first)
-        while task is not None:
-            _answer(parent, task, json.loads(parent.recv_bytes()))
+        if task is None:
+            return
+        from autoprec.trials.health import Health
+
+        health = Health()
+        while True:
+            _answer(parent, task, json.loads(parent.recv_bytes()), health)
 
 
 def _build(parent: connection.Connection, first: dict[str, Any]) -> Any:
     import torch
 
+    from autoprec.tasks.code import code_digest
     from autoprec.tasks.source import TaskSource
 
     torch.set_num_threads(first["num_threads"])
@@ -60,11 +68,11 @@ def _build(parent: connection.Connection, first: dict[str, Any]) -> Any:
         return None
     gc.collect()
     gc.freeze()
-    _send(parent, {"ready": True})
+    _send(parent, {"code": code_digest(task)})
     return task
 
 
-def _answer(parent: connection.Connection, task: Any, message: dict[str, Any]) -> None:
+def _answer(parent: connection.Connection, task: Any, message: dict[str, Any], health: Health) -> None:
     if "call" in message:
         _send(parent, _called(task, message))
         return
@@ -74,7 +82,7 @@ def _answer(parent: connection.Connection, task: Any, message: dict[str, Any]) -
 
     settings = TrialSettings.model_validate(message["settings"])
     outcome = run_trial(task, Policy.from_json(message["policy"]), settings)
-    _send(parent, {"outcome": outcome.model_dump(mode="json")})
+    _send(parent, {"outcome": outcome.model_dump(mode="json"), "spent": health.look(settings.device)})
 
 
 def _called(task: Any, message: dict[str, Any]) -> dict[str, Any]:
@@ -99,21 +107,37 @@ def _detach_from_terminal() -> None:
     process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # data loaders may start workers
 
 
-def _die_with_search(search_pid: int) -> None:
-    """End with the search, also in the middle of a trial: the fork server, this process's parent, outlives it."""
+def _guard(search_pid: int) -> None:
+    """Fork a process that ends this one with the search, and what this one started with this one.
+
+    The fork server, this process's parent, outlives the search by a moment, and a trial that keeps the interpreter's
+    lock runs no thread of ours: so the guard is a process. Where even that is gone, the kernel ends this one.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch, args=(search_pid,), daemon=True).start()
+    worker = os.getpid()
+    between = os.fork()
+    if between == 0:
+        try:
+            os.setsid()  # out of the group that it ends
+            if os.fork() == 0:
+                os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # the search sees this worker's end by a closed pipe
+                _wait_for_any(search_pid, worker)
+                os.killpg(worker, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.waitpid(between, 0)
 
 
-def _watch(search_pid: int) -> None:
+def _wait_for_any(*pids: int) -> None:
+    """Return when one of the processes is gone."""
     try:
         if hasattr(os, "pidfd_open"):
-            select.select([os.pidfd_open(search_pid)], [], [])
-        else:
-            while True:
-                os.kill(search_pid, 0)
-                time.sleep(WATCH_SECONDS)
+            select.select([os.pidfd_open(pid) for pid in pids], [], [])
+            return
+        while True:
+            for pid in pids:
+                os.kill(pid, 0)
+            time.sleep(WATCH_SECONDS)
     except ProcessLookupError:
-        pass
-    os.killpg(0, signal.SIGKILL)
+        return

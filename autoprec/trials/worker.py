@@ -17,7 +17,7 @@ from autoprec.errors import StudyError, TaskError
 from autoprec.policy import Policy
 from autoprec.tasks.protocol import Task
 from autoprec.tasks.source import TaskSource, load_function
-from autoprec.trials.outcome import Outcome, TrialSettings
+from autoprec.trials.outcome import EndKind, Outcome, TrialSettings
 
 if TYPE_CHECKING:
     from autoprec.trials.child import WorkerProcess
@@ -90,17 +90,23 @@ class InlineWorker:
 
 
 class Worker:
-    """One warm process for one task. It is started when first needed, and again after a crash or a time limit.
+    """One warm process for one task.
+
+    It is started when first needed, and again after a crash, a time limit or a trial that left it unfit (its device
+    does not answer, memory did not come back). What was lost because somebody else ended the process (a signal from
+    outside, the fork server's end) is run once more.
 
     Messages are JSON. The process ends with this object, and with this process however that ends.
 
     Args:
         source: how the process builds the task.
         num_threads: of torch in the process; None takes as many as here.
+        code: the digest that the code of the task must have there (`code_digest`); None takes any.
     """
 
-    def __init__(self, source: TaskSource, *, num_threads: int | None = None) -> None:
+    def __init__(self, source: TaskSource, *, num_threads: int | None = None, code: str | None = None) -> None:
         self._source = source
+        self._code = code
         self._num_threads = num_threads
         self._process: WorkerProcess | None = None
         self._is_stopped = False
@@ -116,30 +122,23 @@ class Worker:
 
         Raises:
             TaskError: the process could not build the task; the message is the task's own.
-            StudyError: no process could be started.
+            StudyError: no process could be started, or the task's code is another one there.
         """
         started = time.perf_counter()
-        try:
-            process = self._ready()
-        except StudyError:
-            if self._is_stopped:
-                return _lost("crashed", "stopped before it began", "")
-            raise
-        process.mark_stderr()
         message = {"policy": policy.to_json(), "settings": settings.model_dump(mode="json")}
         try:
-            reply = process.ask(message, timeout_seconds=timeout_seconds)
-        except TimeoutError:
-            outcome = _lost("timeout", f"no result within {timeout_seconds:g} s", self._stop(with_stack=True))
-        except EOFError:
-            reason = process.describe_exit()
-            outcome = _lost("crashed", f"the process ended: {reason}", self._stop())
-        except BaseException:
+            reply = self._exchange(message, timeout_seconds=timeout_seconds)
+        except _LostError as lost:
+            if lost.while_building and not self._is_stopped:
+                raise StudyError(lost.text) from None
+            seconds = time.perf_counter() - started
+            return Outcome(kind=lost.kind, message=lost.reason, stderr_tail=lost.stderr, wall_seconds=seconds)
+        outcome = Outcome.model_validate(reply["outcome"])
+        if reply["spent"]:
             self._stop()
-            raise
-        else:
-            return Outcome.model_validate(reply["outcome"])
-        return outcome.model_copy(update={"wall_seconds": time.perf_counter() - started})
+            note = f"the process was replaced after this trial: {reply['spent']}"
+            outcome = outcome.model_copy(update={"notes": [*outcome.notes, note]})
+        return outcome
 
     def call(self, name: str, arguments: dict[str, Any], *, timeout_seconds: float | None = None) -> Any:
         """Call `package.module:function` in the process with the task and JSON values; return its JSON value.
@@ -147,25 +146,24 @@ class Worker:
         Raises:
             TaskError: the function raised, or the process was lost or took too long; the message says how.
         """
-        process = self._ready()
-        process.mark_stderr()
         try:
-            reply = process.ask({"call": name, "arguments": arguments}, timeout_seconds=timeout_seconds)
-        except TimeoutError:
-            raise TaskError(f"no result within {timeout_seconds:g} s\n{self._stop(with_stack=True)}") from None
-        except EOFError:
-            reason = process.describe_exit()
-            raise TaskError(f"the process ended: {reason}\n{self._stop()}") from None
-        except BaseException:
-            self._stop()
-            raise
+            reply = self._exchange({"call": name, "arguments": arguments}, timeout_seconds=timeout_seconds)
+        except _LostError as lost:
+            raise TaskError(lost.text) from None
         if "error" in reply:
             raise TaskError(reply["error"])
         return reply["value"]
 
     def start(self) -> None:
-        """Start the process and build the task in it now, rather than at the first trial."""
-        self._ready()
+        """Start the process and build the task in it now, rather than at the first trial.
+
+        Raises:
+            TaskError, StudyError: as `run`.
+        """
+        try:
+            self._ready()
+        except _LostError as lost:
+            raise StudyError(lost.text) from None
 
     def stop(self) -> None:
         """Kill what runs now, also from another thread; no trial is run after it."""
@@ -184,30 +182,77 @@ class Worker:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _exchange(self, message: dict[str, Any], *, timeout_seconds: float | None) -> dict[str, Any]:
+        """Send a message and return the answer; once more where somebody else ended the process meanwhile.
+
+        Raises:
+            _LostError: no answer; the process is gone.
+        """
+        try:
+            return self._ask(message, timeout_seconds=timeout_seconds)
+        except _LostError as lost:
+            if not lost.from_outside or self._is_stopped:
+                raise
+        return self._ask(message, timeout_seconds=timeout_seconds)
+
+    def _ask(self, message: dict[str, Any], *, timeout_seconds: float | None) -> dict[str, Any]:
+        process = self._ready()
+        process.mark_stderr()
+        try:
+            return process.ask(message, timeout_seconds=timeout_seconds)
+        except TimeoutError:
+            raise _LostError(
+                "timeout", f"no result within {timeout_seconds:g} s", self._stop(with_stack=True)
+            ) from None
+        except EOFError:
+            raise self._lost(process, "the process ended") from None
+        except BaseException:
+            self._stop()
+            raise
+
     def _ready(self) -> WorkerProcess:
         from autoprec.trials.child import WorkerProcess  # needs POSIX, this module does not
 
         if self._process is not None and self._process.is_alive:
             return self._process
         self._stop()
+        if self._is_stopped:
+            raise _LostError("crashed", "stopped before it began", while_building=True)
         self._process = process = WorkerProcess(self._source, self._threads())
         if self._is_stopped:  # in another thread, while the process was started
             process.kill()
         try:
             reply = process.receive(timeout_seconds=START_SECONDS)
         except TimeoutError:
-            lines = self._stop(with_stack=True)
-            raise StudyError(f"the task was not built within {START_SECONDS:g} s in a new process\n{lines}") from None
+            reason = f"the task was not built within {START_SECONDS:g} s in a new process"
+            raise _LostError("timeout", reason, self._stop(with_stack=True), while_building=True) from None
         except EOFError:
-            reason = process.describe_exit()
-            raise StudyError(f"a new process ended while it built the task: {reason}\n{self._stop()}") from None
+            raise self._lost(process, "a new process ended while it built the task", while_building=True) from None
         except BaseException:
             self._stop()
             raise
         if "error" in reply:
             self._stop()
             raise TaskError(reply["error"])
+        if self._code is not None and reply["code"] != self._code:
+            self._stop()
+            raise StudyError(
+                "the code of the task has changed while its trials ran; the finished ones are of the code from before: "
+                "give the command again for a study of the new one"
+            )
         return process
+
+    def _lost(self, process: WorkerProcess, what: str, *, while_building: bool = False) -> _LostError:
+        """Let go of a process that has ended, and say how it did."""
+        reason = process.describe_exit()
+        kind: EndKind
+        if process.was_ended_for_memory:
+            kind, reason = "out_of_memory", f"{reason}: the system was out of memory"
+        else:
+            kind = "crashed"
+        from_outside = process.was_ended_from_outside and kind == "crashed"
+        stderr = self._stop()
+        return _LostError(kind, f"{what}: {reason}", stderr, from_outside=from_outside, while_building=while_building)
 
     def _threads(self) -> int:
         if self._num_threads is not None:
@@ -222,8 +267,26 @@ class Worker:
         return "" if process is None else process.end(with_stack=with_stack)
 
 
-def _lost(kind: str, message: str, stderr: str) -> Outcome:
-    return Outcome.model_validate({"kind": kind, "message": message, "stderr_tail": stderr})
+class _LostError(Exception):
+    """A process that is gone without an answer."""
+
+    def __init__(
+        self,
+        kind: EndKind,
+        reason: str,
+        stderr: str = "",
+        *,
+        from_outside: bool = False,
+        while_building: bool = False,
+    ) -> None:
+        super().__init__(reason)
+        self.kind: EndKind = kind
+        self.reason, self.stderr = reason, stderr
+        self.from_outside, self.while_building = from_outside, while_building
+
+    @property
+    def text(self) -> str:
+        return f"{self.reason}\n{self.stderr}".rstrip()
 
 
 _OPEN: weakref.WeakSet[Worker] = weakref.WeakSet()

@@ -6,13 +6,12 @@ import getpass
 import json
 import os
 import socket
-import time
 from pathlib import Path
 
 import optuna
 import pytest
 from optuna.trial import TrialState
-from toys import FakeMeasure, TinyNet, tiny_plan, tiny_task
+from toys import FakeMeasure, TinyNet, TwoAtOnce, ran, tiny_plan, tiny_task
 
 import autoprec.search.pipeline as pipeline
 from autoprec.apply import apply_policy
@@ -95,33 +94,6 @@ def test_more_trials_go_on_where_the_study_stopped(tmp_path: Path) -> None:
     measure = FakeMeasure(noise=0.001)
     run(tmp_path, measure, n_trials=8)
     assert sum(seed == 0 for _, seed in measure.order) == 2
-
-
-class TwoAtOnce(FakeMeasure):
-    """Runs two trials at once; the first of a pair takes longer, so that the second finishes before it."""
-
-    num_parallel = 2
-
-    def __init__(self, *, stop_at: int | None = None) -> None:
-        super().__init__(noise=0.001)
-        self._stop_in = stop_at
-        self._turn = 0
-        self.is_stopped = False
-
-    def __call__(self, policy: Policy, settings: TrialSettings) -> Outcome:
-        self._turn += 1
-        turn = self._turn
-        if turn == self._stop_in:
-            raise KeyboardInterrupt
-        time.sleep(0.02 if turn % 2 else 0.0)
-        return super().__call__(policy, settings)
-
-    def stop(self) -> None:
-        self.is_stopped = True
-
-
-def ran(result: SearchResult) -> list[tuple[str, str]]:
-    return [(record.arm, record.key) for record in result.records if not record.is_cached]
 
 
 @pytest.mark.parametrize("stop_at", [1, 3, 7, 8])
@@ -335,7 +307,7 @@ def test_a_second_search_in_the_same_folder_waits_for_the_first(tmp_path: Path) 
     def measure(*_: object) -> None:
         run_search(plan, FakeMeasure())
 
-    with pytest.raises(StudyError, match="another search is running"):
+    with pytest.raises(StudyError, match=rf"another search \(process {os.getpid()}\) is running in"):
         run_search(plan, measure)  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from autoprec.policy import Number, Policy
+from autoprec.search.pipeline import SearchResult
 from autoprec.search.plan import SearchPlan, SearchSettings, prepare_search
 from autoprec.tasks.protocol import Task
 from autoprec.trials.outcome import Outcome, TrialSettings
@@ -93,6 +95,33 @@ class FakeMeasure:
             wall_seconds=0.01,
             step_seconds_here=0.001,
         )
+
+
+class TwoAtOnce(FakeMeasure):
+    """Runs two trials at once; the first of a pair takes longer, so that the second finishes before it."""
+
+    num_parallel = 2
+
+    def __init__(self, *, stop_at: int | None = None) -> None:
+        super().__init__(noise=0.001)
+        self._stop_in = stop_at
+        self._turn = 0
+        self.is_stopped = False
+
+    def __call__(self, policy: Policy, settings: TrialSettings) -> Outcome:
+        self._turn += 1
+        turn = self._turn
+        if turn == self._stop_in:
+            raise KeyboardInterrupt
+        time.sleep(0.02 if turn % 2 else 0.0)
+        return super().__call__(policy, settings)
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+def ran(result: SearchResult) -> list[tuple[str, str]]:
+    return [(record.arm, record.key) for record in result.records if not record.is_cached]
 
 
 def saved_share(policy: Policy) -> float:

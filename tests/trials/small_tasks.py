@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import subprocess
 import time
 from typing import Any
 
@@ -90,13 +92,33 @@ class _Faulty(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.inside(x)
         if y.dtype == torch.bfloat16 or self.fault.startswith("always:"):
-            _FAULTS[self.fault.removeprefix("always:")]()
+            name, _, argument = self.fault.removeprefix("always:").partition(":")
+            _FAULTS[name](*([argument] if argument else []))
+            if name == "keep":
+                _KEPT.append(self)
         return y
 
 
+_KEPT: list[nn.Module] = []
+
+
 def _spin() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
         time.sleep(0.01)
+
+
+def _spin_with_the_lock() -> None:
+    """Hang in C and let no other thread of Python run."""
+    ctypes.PyDLL(None).sleep(600)
+
+
+def _start_a_child(path: str) -> None:
+    if not os.path.exists(path):
+        process = subprocess.Popen(["sleep", "600"])
+        with open(path, "w") as file:
+            file.write(str(process.pid))
+        process.returncode = 0  # nobody waits for it
 
 
 def _abort() -> None:
@@ -114,12 +136,18 @@ def _raise_unpicklable() -> None:
     raise _Unpicklable
 
 
-_FAULTS = {
+_FAULTS: dict[str, Any] = {
     "none": lambda: None,
+    "keep": lambda: None,
+    "slow": lambda: time.sleep(0.1),
+    "child": _start_a_child,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hang": _spin,
+    "hang with the lock": _spin_with_the_lock,
     "abort": _abort,
-    "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "segfault": lambda: ctypes.string_at(0),
     "exit": lambda: os._exit(3),
+    "device assert": lambda: torch.zeros(2, device="cuda")[torch.tensor([5], device="cuda")].sum().item(),
     "unpicklable": _raise_unpicklable,
 }
 

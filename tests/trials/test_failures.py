@@ -19,6 +19,16 @@ FP32 = Policy(default="fp32")
 HALF = Policy(default="fp16")
 
 
+def _raised_from(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+class UntoldError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -32,6 +42,14 @@ HALF = Policy(default="fp16")
         RuntimeError("[enforce fail at alloc_cpu.cpp:115] . DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes"),
         RuntimeError("std::bad_alloc"),
+        RuntimeError("bad allocation"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
+        RuntimeError("Invalid buffer size: 12.50 GiB"),
+        RuntimeError("unable to allocate shared memory(shm) for file"),
+        RuntimeError("DataLoader worker is killed by signal: Bus error. There is insufficient shared memory (shm)."),
+        OSError(12, "Cannot allocate memory"),
+        _raised_from(ValueError("could not train"), torch.OutOfMemoryError("CUDA out of memory")),
         RuntimeError("unable to mmap 4096 bytes from file: Cannot allocate memory (12)"),
     ],
     ids=lambda error: str(error)[:40],
@@ -52,8 +70,11 @@ def test_each_spelling_of_out_of_memory_is_known(error: Exception, policy: Polic
         (TaskError("no batches"), "user_error", "user_error"),
         (KeyError("labels"), "user_error", "user_error"),
         (OSError("memory of an elephant"), "user_error", "user_error"),
+        (UntoldError(), "user_error", "user_error"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "user_error", "crashed"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "user_error", "crashed"),
     ],
-    ids=lambda value: str(value)[:24],
+    ids=lambda value: repr(value)[:40],
 )
 def test_an_exception_is_the_users_own_unless_low_precision_brought_it(
     error: Exception, in_fp32: str, in_half: str
@@ -105,6 +126,7 @@ def test_a_traceback_has_no_absolute_path() -> None:
 def test_a_message_is_one_line_with_the_class() -> None:
     assert describe(ValueError("first\nsecond")) == "ValueError: first"
     assert describe(ValueError()) == "ValueError: no message"
+    assert describe(UntoldError()) == "UntoldError: no message"
     assert describe(TaskError("plain words")) == "plain words"
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +19,11 @@ import pytest
 import torch
 from small_tasks import build
 
-from autoprec.errors import TaskError
+from autoprec.errors import StudyError, TaskError
 from autoprec.policy import Policy
 from autoprec.tasks import TaskSource
-from autoprec.trials import InlineWorker, Outcome, TrialSettings, Worker
+from autoprec.tasks.code import code_digest
+from autoprec.trials import InlineWorker, Outcome, TrialSettings, Worker, child
 
 FP32 = Policy(default="fp32")
 BF16 = Policy(default="autocast", dtype="bf16")
@@ -89,6 +92,7 @@ def test_the_process_is_kept_between_trials(healthy: Worker) -> None:
     ("fault", "kind", "message"),
     [
         ("hang", "timeout", "no result within 2 s"),
+        ("hang with the lock", "timeout", "no result within 2 s"),
         ("abort", "crashed", "signal SIGABRT"),
         ("segfault", "crashed", "signal SIGSEGV"),
         ("exit", "crashed", "exit code 3"),
@@ -106,13 +110,84 @@ def test_a_process_that_hangs_or_dies_is_replaced(healthy: Worker, fault: str, k
         assert outcome.kind == kind
         assert message in outcome.message
         assert str(FILE.parent) not in outcome.stderr_tail
-        if fault == "hang":
+        if kind == "timeout":
             assert seconds < 4.0  # the time limit and two seconds
             assert "small_tasks.py" in outcome.stderr_tail  # where it hung
         if fault == "abort":
             assert "about to abort" in outcome.stderr_tail
         assert not is_running(pid)
         assert numbers(worker.run(FP32, SHORT)) == expected
+
+
+@pytest.mark.parametrize("who", ["the process", "the fork server"])
+def test_what_somebody_else_ended_is_run_once_more(who: str) -> None:
+    with Worker(source("always:slow"), num_threads=1) as worker:
+        expected = numbers(worker.run(FP32, SHORT))
+        pid = worker.pid
+        assert pid is not None
+        victim = (
+            pid if who == "the process" else int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        )
+        threading.Timer(0.1, os.kill, (victim, signal.SIGKILL)).start()
+        assert numbers(worker.run(FP32, SHORT)) == expected
+        assert worker.pid not in (None, pid)
+
+
+def test_what_is_killed_each_time_has_crashed() -> None:
+    with Worker(source("kill"), num_threads=1) as worker:
+        outcome = worker.run(BF16, SHORT)
+        assert (outcome.kind, outcome.message) == ("crashed", "the process ended: signal SIGKILL")
+        assert worker.run(FP32, SHORT).is_ok
+
+
+def test_a_kill_by_the_system_for_want_of_memory_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = itertools.count()
+    monkeypatch.setattr(child, "_count_out_of_memory", lambda: next(counts))
+    with Worker(source("kill"), num_threads=1) as worker:
+        outcome = worker.run(BF16, SHORT)
+    assert outcome.kind == "out_of_memory"
+    assert "the system was out of memory" in outcome.message
+
+
+@pytest.mark.parametrize("how", ["ends", "is killed"])
+def test_what_a_trial_started_ends_with_its_process(how: str, tmp_path: Path) -> None:
+    number = tmp_path / "number"
+    with Worker(source(f"child:{number}"), num_threads=1) as worker:
+        assert worker.run(BF16, SHORT).is_ok
+        started, pid = int(number.read_text()), worker.pid
+        assert is_running(started)
+        assert pid is not None
+        if how == "is killed":
+            os.kill(pid, signal.SIGKILL)
+        else:
+            worker.close()
+        assert ends_within(started, seconds=5)
+
+
+def test_a_process_whose_trials_stay_alive_is_replaced() -> None:
+    with Worker(source("always:keep"), num_threads=1) as worker:
+        worker.start()
+        pid = worker.pid
+        outcome = worker.run(FP32, SHORT)
+        assert outcome.is_ok
+        assert outcome.notes[-1].endswith("the task kept the model of a trial alive")
+        assert pid is not None
+        assert ends_within(pid, seconds=5)
+
+
+def test_a_task_whose_code_changes_meanwhile_is_not_mixed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FILE.read_text())
+    task = TaskSource("function", {"name": f"{file}:build", "arguments": {}}).build()
+    assert task.source is not None
+    with Worker(task.source, num_threads=1, code=code_digest(task)) as worker:
+        assert worker.run(FP32, SHORT).is_ok
+        file.write_text(FILE.read_text() + "\nCHANGED = True\n")
+        assert worker.run(FP32, SHORT).is_ok  # it is in memory as it was
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(StudyError, match="the code of the task has changed while its trials ran"):
+            worker.run(FP32, SHORT)
 
 
 def test_an_exception_that_cannot_be_pickled_is_a_result() -> None:
