@@ -148,9 +148,8 @@ def _held(path: Path, where: str) -> Iterator[None]:
         if not _lock(file):
             raise StudyError(f"another search{_holder(file)} is running {where}; wait for it, or give another -o")
         with contextlib.suppress(OSError):  # a full disk: the lock holds without the number
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), str(os.getpid()).encode())
         yield
 
 
