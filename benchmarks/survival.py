@@ -46,7 +46,7 @@ def run_the_search(folder: Path, *, function: str = "task", n_trials: int = N_TR
     from autoprec.search.measuring import open_measure
     from autoprec.search.pipeline import run_search
     from autoprec.search.plan import SearchSettings, prepare_search
-    from autoprec.search.verification import build_proof
+    from autoprec.search.proof import build_proof
     from autoprec.tasks.source import resolve_task
 
     proof = build_proof(0.5, 4, num_steps=4)
@@ -447,7 +447,7 @@ def endurance(count: int) -> None:
     from autoprec.search.measuring import open_measure
     from autoprec.search.pipeline import run_search
     from autoprec.search.plan import SearchSettings, prepare_search
-    from autoprec.search.verification import build_proof
+    from autoprec.search.proof import build_proof
     from autoprec.tasks.source import resolve_task
 
     class Watch(Events):
