@@ -151,9 +151,8 @@ def test_a_reader_that_never_lets_go_delays_nothing_and_a_writer_is_waited_for(t
 
 
 def test_a_full_disk_is_one_clear_error_and_no_finished_trial_is_lost(tmp_path: Path) -> None:
-
     def fill(connection: Any, _: Any) -> None:
-        connection.execute("PRAGMA max_page_count=45")  # SQLite then says what it says of a full disk
+        connection.execute("PRAGMA max_page_count=33")  # SQLite then says what it says of a full disk
 
     sqlalchemy.event.listen(sqlalchemy.Engine, "connect", fill)
     try:
@@ -223,7 +222,7 @@ def test_nan_under_low_precision_is_infeasible_and_no_file_has_it(tmp_path: Path
     assert all(not record.is_feasible for record in failed)
     assert sum(not record.arm and not record.is_cached for record in failed) <= 3
     assert result.policy.modules.get("norm") != "fp16"
-    assert "fp16" in result.policy.modules.values()
+    assert any(record.is_feasible and "fp16" in record.policy.modules.values() for record in result.records)
     for path in tmp_path.glob("*.json"):
         assert "NaN" not in path.read_text()
         assert "Infinity" not in path.read_text()
