@@ -275,7 +275,7 @@ def open_worker(fault: str = "none") -> Any:
 
 
 def numbers(outcome: Any) -> dict[str, Any]:
-    return outcome.model_dump(exclude={"wall_seconds", "step_seconds_here"})
+    return outcome.model_dump(exclude={"wall_seconds", "step_seconds_here", "phase_seconds"})
 
 
 # Times.

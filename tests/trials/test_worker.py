@@ -37,7 +37,7 @@ def source(fault: str = "none", *, function: str = "build") -> TaskSource:
 
 
 def numbers(outcome: Outcome) -> dict[str, Any]:
-    return outcome.model_dump(exclude={"wall_seconds", "step_seconds_here"})
+    return outcome.model_dump(exclude={"wall_seconds", "step_seconds_here", "phase_seconds"})
 
 
 def is_running(pid: int) -> bool:
