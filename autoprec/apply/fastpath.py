@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -34,14 +35,20 @@ class _WithoutFastpath:
 _USERS = _WithoutFastpath()
 
 
+def _constant(function: Callable[[], int]) -> Callable[[], int]:
+    """Do what `torch.compiler.assume_constant_result` does, without importing the compiler, which takes seconds."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 # The compiler reads the setting once, while it traces, so it has to be off in that moment and not in the graph.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_constant
 def _enter() -> int:
     _USERS.enter()
     return 0
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_constant
 def _leave() -> int:
     _USERS.leave()
     return 0
