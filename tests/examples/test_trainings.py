@@ -117,16 +117,19 @@ def test_each_training_is_searched_and_trains_under_its_policy(name: str, tmp_pa
 FULL: dict[str, tuple[dict[str, Any], int, float, float]] = {
     "cnn": ({"width": 8}, 160, 0.93, 0.03),
     "resnet": ({"width": 8, "num_stages": 2, "image_size": 16}, 120, 0.93, 0.03),
-    "vit": ({"width": 32, "num_layers": 2, "target_batch_size": 32}, 200, 0.7, 0.08),
+    "vit": ({"width": 64, "num_layers": 2, "image_size": 16, "target_batch_size": 32}, 400, 0.9, 0.03),
     "unet": ({"width": 8, "num_convolutions": 1, "image_size": 16}, 80, 0.7, 0.03),
-    "gpt": ({"width": 32, "num_layers": 2}, 150, -4.0, 0.1),
+    "gpt": ({"width": 32, "num_layers": 2, "length": 32, "batch_size": 32}, 300, -4.0, 0.1),
     "bert": ({"width": 32, "num_layers": 1, "num_topics": 3, "max_length": 64, "lr": 1e-2}, 200, 0.45, 0.1),
     "lstm": ({"width": 32}, 120, 0.93, 0.03),
     "mlp": ({"width": 32}, 200, 0.93, 0.03),
     "gan": ({"width": 8}, 200, -0.6, 0.1),
     "two_losses": ({"width": 32}, 300, 0.9, 0.03),
 }
-"""Sizes; steps; what FP32 reaches at least (a metric to minimize is negated); how far the policy may stay behind it."""
+"""Sizes; steps; what FP32 reaches at least (a metric to minimize is negated); how far the policy may stay behind it.
+
+gpt: the bytes' own frequencies give 4.79 bits. bert: one of three topics, 64 bytes of each sample.
+"""
 
 
 @pytest.mark.slow
