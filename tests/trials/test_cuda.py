@@ -10,10 +10,11 @@ from small_tasks import small_task
 from torch import nn
 
 from autoprec.policy import Policy
-from autoprec.search.plan import resolve_devices
+from autoprec.search.plan import resolve_device, resolve_devices, target_of
 from autoprec.tasks import TaskSource
 from autoprec.tasks.protocol import TargetShape, Task
 from autoprec.trials import Outcome, TrialSettings, Worker, run_trial
+from autoprec.trials.isolation import isolated, seed_everything
 
 pytestmark = [
     pytest.mark.cuda,
@@ -107,6 +108,22 @@ def test_a_half_fft_of_another_size_is_unsupported_and_not_an_error_of_the_searc
     task = small_task(model=Spectrum)
     assert run_trial(task, Policy(default="fp16"), SHORT).kind == "unsupported"
     assert run_trial(task, FP32, SHORT).is_ok
+
+
+def test_random_states_of_the_devices_are_given_back() -> None:
+    torch.cuda.init()
+    seed_everything(3)
+    expected = torch.rand(2, device="cuda")
+    seed_everything(3)
+    with isolated():
+        seed_everything(4)
+        torch.rand(5, device="cuda")
+    assert torch.equal(torch.rand(2, device="cuda"), expected)
+
+
+def test_the_device_here_is_the_target_and_is_taken_by_itself() -> None:
+    assert resolve_device(None) == "cuda"
+    assert target_of(SHORT) == (torch.cuda.get_device_name(), True)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA devices")

@@ -20,6 +20,11 @@ from autoprec.probes.dtypes import watch_dtypes
 from autoprec.training import TrainingStep
 from autoprec.units import find_units
 
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
 HALF, FULL = torch.float16, torch.float32
 STOCK = Policy(default="autocast", dtype="fp16")
 
