@@ -42,6 +42,13 @@ def _search(
     memory_budget: Annotated[
         str | None, option("Recommend nothing that needs more, such as 12GB.", "--memory-budget")
     ] = None,
+    steps: Annotated[int | None, option("Optimizer steps of a trial, warm-up included; 28.", "--steps")] = None,
+    gpus_per_trial: Annotated[
+        int, option("GPUs that train one trial together, by DistributedDataParallel.", "--gpus-per-trial")
+    ] = 1,
+    timeout: Annotated[
+        float | None, option("Seconds in all, after which no new trial is begun; the proof follows.", "--timeout")
+    ] = None,
     trial_timeout: Annotated[float, option("Seconds after which a trial is ended.", "--trial-timeout")] = 900,
     workers: Annotated[
         int | None,
@@ -62,15 +69,17 @@ def _search(
         "sampler": sampler,
         "prefer": prefer,
         "memory_budget_bytes": parse_memory(memory_budget),
+        "timeout_seconds": timeout,
         "space": space,
         "num_workers": workers,
         "storage": storage,
         "study_name": study_name,
         "output": output,
     }
+    shape = {"num_processes": gpus_per_trial, "steps": steps, "devices": devices}
     try:
         with interruptible():
-            plan = _prepare(task, margin=margin, max_seeds=max_seeds, devices=devices, settings=settings)
+            plan = _prepare(task, shape=shape, margin=margin, max_seeds=max_seeds, settings=settings)
             result, shares = _run(plan, trial_timeout=trial_timeout, to_stderr=format == "json", started=started)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)
@@ -80,16 +89,18 @@ def _search(
 
 
 def _prepare(
-    task: TaskOptions, *, margin: float | None, max_seeds: int | None, devices: str | None, settings: dict[str, Any]
+    task: TaskOptions, *, shape: dict[str, Any], margin: float | None, max_seeds: int | None, settings: dict[str, Any]
 ) -> SearchPlan:
     from autoprec.search.plan import SearchSettings, prepare_search, resolve_devices
-    from autoprec.search.proof import build_proof
+    from autoprec.search.proof import build_proof, proof_steps
 
-    several = () if devices is None else tuple(resolve_devices(devices))
+    several = () if shape["devices"] is None else tuple(resolve_devices(shape["devices"]))
     if several and task.device is not None:
         raise UsageError("--device and --devices: one of them is needed")
-    trial = (dataclasses.replace(task, device=several[0]) if several else task).trial_settings()
-    search = SearchSettings(proof=build_proof(margin, max_seeds), devices=several, **settings)
+    chosen = dataclasses.replace(task, device=several[0]) if several else task
+    trial = chosen.trial_settings(num_processes=shape["num_processes"]).with_steps(shape["steps"])
+    proof = build_proof(margin, max_seeds, num_steps=proof_steps(trial))
+    search = SearchSettings(proof=proof, devices=several, **settings)
     return prepare_search(task.build_task(), trial=trial, settings=search)
 
 
@@ -135,7 +146,9 @@ def _announce(plan: SearchPlan, console: Console) -> None:
         *(f"pinned    {d.name} to {d.choices[0]}: {'; '.join(d.reasons.values())}" for d in pinned[:10]),
         f"trials    {settings.n_trials} in all: {num_baselines} baselines, up to {len(plan.arms) - num_baselines} warm "
         f"starts, then {settings.sampler}; {plan.trial.warmup_steps + plan.trial.measured_steps} steps each"
-        + (f", {plan.num_workers} at once" if plan.num_workers > 1 else ""),
+        + (f", {plan.num_workers} at once" if plan.num_workers > 1 else "")
+        + (f", {plan.trial.num_processes} GPUs together" if plan.trial.num_processes > 1 else "")
+        + (f"; none begun after {settings.timeout_seconds:g} s" if settings.timeout_seconds is not None else ""),
         f"proof     margin {proof.margin:g} of {named}; {proof.looks[0]} to {proof.max_seeds} seeds "
         f"of {proof.num_steps} steps for each arm",
         f"time      {forecast(plan)}",

@@ -111,17 +111,20 @@ class TaskOptions:
             options["compile"] = self.compile_backend or "inductor"
         return options
 
-    def trial_settings(self) -> TrialSettings:
-        """Return seed and devices as the settings of a trial.
+    def trial_settings(self, *, num_processes: int = 1) -> TrialSettings:
+        """Return seed and devices as the settings of a trial; `num_processes` GPUs train it together.
 
         Raises:
-            UsageError: no such device or GPU.
+            UsageError: no such device or GPU, or fewer GPUs than one.
         """
         from autoprec.estimates.gpus import gpu_by_name
         from autoprec.search.plan import resolve_device
         from autoprec.trials.outcome import TrialSettings
 
-        return TrialSettings(seed=self.seed, device=resolve_device(self.device), gpu=gpu_by_name(self.gpu).name)
+        if num_processes < 1:
+            raise UsageError(f"GPUs per trial: {num_processes}; at least 1")
+        device, gpu = resolve_device(self.device), gpu_by_name(self.gpu).name
+        return TrialSettings(seed=self.seed, device=device, gpu=gpu, num_processes=num_processes)
 
 
 NOT_ONLY_NAMED = ("task", "seed", "device", "gpu", "compile", "compile_backend", *TRAINING_OPTIONS)

@@ -26,7 +26,7 @@ from autoprec.search.measuring import open_measure
 from autoprec.search.parameters import AMSGRAD, AUTOCAST_DTYPE, EPS
 from autoprec.search.plan import MAX_FINALISTS, SearchPlan, SearchSettings, prepare_search, resolve_device
 from autoprec.search.profiling import Lessons, learn
-from autoprec.search.proof import build_proof
+from autoprec.search.proof import build_proof, proof_steps
 from autoprec.search.recommendation import PREFERENCES, Candidate, Choice, Prefer, choose, order_of, rank
 from autoprec.search.revert import give_back, savings
 from autoprec.search.runner import run_trials
@@ -101,6 +101,8 @@ def search_policy(
     seed: int = 0,
     margin: float | None = None,
     max_seeds: int | None = None,
+    gpus_per_trial: int = 1,
+    steps: int | None = None,
     trial_timeout: float | None = 900.0,
     events: Events | None = None,
     **settings: Any,
@@ -120,6 +122,8 @@ def search_policy(
         seed: start weights, batch order and samples.
         margin: how much worse than FP32 the metric may be, in its own units; None takes the default of a proof.
         max_seeds: seeds that the proof may use; None takes the default.
+        gpus_per_trial: processes that train one model together, a GPU each.
+        steps: optimizer steps of a trial, its warm-up included; None takes the default of `TrialSettings`.
         trial_timeout: seconds after which a trial is ended, where it runs in a process of its own.
         events: hears the progress and the notes; None turns the notes into warnings.
         settings: fields of `SearchSettings`, such as `n_trials`, `prefer`, `space`, `storage` and `output`. A `proof`
@@ -128,8 +132,10 @@ def search_policy(
     Raises:
         UsageError, StudyError, TaskError: as `prepare_search` and `run_search`.
     """
-    trial = TrialSettings(seed=seed, device=resolve_device(device), gpu=gpu_by_name(gpu).name)
-    wanted = {"proof": build_proof(margin, max_seeds), **settings}
+    trial = TrialSettings(
+        seed=seed, device=resolve_device(device), gpu=gpu_by_name(gpu).name, num_processes=gpus_per_trial
+    ).with_steps(steps)
+    wanted = {"proof": build_proof(margin, max_seeds, num_steps=proof_steps(trial)), **settings}
     plan = prepare_search(resolve_task(task), trial=trial, settings=SearchSettings(**wanted))
     for note in plan.notes:
         if events is None:
@@ -171,6 +177,7 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
                 n_trials=plan.settings.n_trials,
                 settings=plan.trial,
                 events=events,
+                timeout_seconds=plan.settings.timeout_seconds,
             )
             candidates, verification = _prove(plan, study, measure, events)
         except KeyboardInterrupt:

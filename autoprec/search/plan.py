@@ -73,6 +73,7 @@ class SearchSettings:
         sampler: "policy", "tpe", "nsga2", "gp" or "random".
         prefer: what the recommendation weighs: "balanced", "fastest" or "smallest"; no part of the study's identity.
         memory_budget_bytes: what uses more is not recommended; no part of the study's identity.
+        timeout_seconds: after which no new trial is begun, the proof not counted; no part of the study's identity.
         space: name of a built-in search space or a TOML file; None chooses by the model's structure.
         num_workers: trials at once on a CPU, where no time is measured; None takes `default_num_workers`.
         devices: CUDA devices of one product that run a trial each at the same time; empty: the trials' own alone.
@@ -87,6 +88,7 @@ class SearchSettings:
     sampler: str = "policy"
     prefer: Prefer = "balanced"
     memory_budget_bytes: float | None = None
+    timeout_seconds: float | None = None
     space: str | Path | None = None
     num_workers: int | None = None
     devices: Sequence[str] = ()
@@ -105,6 +107,8 @@ class SearchSettings:
             nearest = did_you_mean(self.sampler, SAMPLERS)
             raise UsageError(f"sampler {self.sampler!r}; allowed: {', '.join(SAMPLERS)}{nearest}")
         as_preference(self.prefer)
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+            raise UsageError(f"timeout is {self.timeout_seconds:g} s; a positive number is needed")
         if self.memory_budget_bytes is not None and not 0 < self.memory_budget_bytes < float("inf"):
             raise UsageError(f"memory_budget_bytes is {self.memory_budget_bytes}; a positive number is needed")
 
@@ -164,6 +168,10 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         TaskError: a part of the task is not what a trial needs.
     """
     check_compile(task, torch.device(trial.device))
+    if trial.num_processes > 1:
+        from autoprec.trials.group import check_group  # needs POSIX, this module does not
+
+        check_group(task, trial)
     num_workers = _num_workers(task, trial, settings)
     num_steps = max(trial.warmup_steps + trial.measured_steps, settings.proof.num_steps)
     notes = check_task(task, trial, num_steps=num_steps)
@@ -250,8 +258,12 @@ def _num_workers(task: Task, trial: TrialSettings, settings: SearchSettings) -> 
     if settings.devices:
         return _num_devices(task, trial, settings)
     possible = default_num_workers(task, trial.device)
+    if trial.num_processes > 1:
+        possible = 1
     if settings.num_workers is None or settings.num_workers == 1:
         return settings.num_workers or possible
+    if trial.num_processes > 1:
+        raise UsageError("num_workers: one trial at a time where a trial takes several GPUs")
     if torch.device(trial.device).type != "cpu":
         raise UsageError("num_workers: one trial at a time on a GPU, where time is measured")
     if not can_travel(task):

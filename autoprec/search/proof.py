@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autoprec.errors import UsageError
 from autoprec.trials.outcome import TrialSettings
 
-__all__ = ["FIRST_SEED", "Proof", "build_proof"]
+__all__ = ["FIRST_SEED", "Proof", "build_proof", "proof_steps"]
 
 FIRST_SEED = 1_000
 """Distance between the seed of the trials and the first seed of the proof: no trial used these."""
@@ -89,3 +89,8 @@ def build_proof(
         arm_share=plain.arm_share if arm_share is None else arm_share,
         first_seed=first_seed,
     )
+
+
+def proof_steps(trial: TrialSettings) -> int:
+    """Return the steps of a proof's run: the default, or those of a trial where they are more."""
+    return max(Proof().num_steps, trial.warmup_steps + trial.measured_steps)

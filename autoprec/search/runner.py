@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -34,8 +35,9 @@ def run_trials(
     n_trials: int,
     settings: TrialSettings,
     events: Events,
+    timeout_seconds: float | None = None,
 ) -> None:
-    """Run trials until the study holds `n_trials` finished ones; baselines always run.
+    """Run trials until the study holds `n_trials` finished ones or the time is over; baselines always run.
 
     As many run at once as the measurement allows. The sampler is asked for that many together, and again when all of
     them are told: what it proposes does not depend on which finished first.
@@ -43,12 +45,12 @@ def run_trials(
     Raises:
         TaskError, StudyError: FP32 itself does not train, so that nothing can be compared.
     """
-    run = _Runner(study, measure, n_trials=n_trials, settings=settings, events=events)
+    run = _Runner(study, measure, n_trials=n_trials, settings=settings, events=events, timeout_seconds=timeout_seconds)
     run.arms(arms)
     run.interrupted()
     at_once = num_parallel(measure)
     repeats = study.num_cached_last // at_once * at_once  # of a search that was stopped
-    while study.num_finished < n_trials and not study.is_exhausted:
+    while study.num_finished < n_trials and not study.is_exhausted and not run.is_over:
         values = _unseen_values(study, seed=settings.seed) if repeats >= MAX_REPEATS else None
         if repeats >= MAX_REPEATS and values is None:
             study.mark_exhausted()
@@ -56,6 +58,11 @@ def run_trials(
         else:
             count = min(at_once, n_trials - study.num_finished)
             repeats = 0 if run.sample([values] if values else [None] * count) else repeats + count
+    if study.num_finished < n_trials and run.is_over:
+        events.note(
+            f"the {timeout_seconds:g} s are over after {study.num_finished} of {n_trials} trials; what was found is"
+            " proved, and the same command goes on where it stopped"
+        )
 
 
 @dataclass(frozen=True)
@@ -72,14 +79,27 @@ class _Runner:
     """Asks, looks for an equal policy, measures, tells."""
 
     def __init__(
-        self, study: SearchStudy, measure: Measure, *, n_trials: int, settings: TrialSettings, events: Events
+        self,
+        study: SearchStudy,
+        measure: Measure,
+        *,
+        n_trials: int,
+        settings: TrialSettings,
+        events: Events,
+        timeout_seconds: float | None,
     ) -> None:
+        self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         self._study = study
         self._measure = measure
         self._n_trials = n_trials
         self._settings = settings
         self._events = events
         self._running: dict[str, _Asked] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no new trial may begin."""
+        return self._deadline is not None and time.monotonic() >= self._deadline
 
     def arms(self, arms: Sequence[Arm]) -> None:
         """Run the baselines, and the warm starts that the number of trials has room for; FP32's failure stops all."""
@@ -88,7 +108,8 @@ class _Runner:
 
     def _asked_arms(self, arms: Sequence[Arm]) -> Iterator[_Asked]:
         for arm in arms:
-            if arm.is_baseline or self._study.num_finished + len(self._running) < self._n_trials:
+            has_room = self._study.num_finished + len(self._running) < self._n_trials and not self.is_over
+            if arm.is_baseline or has_room:
                 yield self._asked(self._study.ask(arm.values, arm=arm.name), arm.policy, arm.name)
 
     def interrupted(self) -> None:
@@ -98,7 +119,7 @@ class _Runner:
         wanted: list[Mapping[str, ParameterValue] | None] = [*values]
         if values and is_untold:
             wanted += [None] * (num_parallel(self._measure) - len(values))
-        if wanted:
+        if wanted and not self.is_over:
             self.sample(wanted[:room])
 
     def sample(self, wanted: Sequence[Mapping[str, ParameterValue] | None]) -> int:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from autoprec.errors import UsageError
 from autoprec.policy import Number
 from autoprec.trials.aborting import AbortRules
 
@@ -50,6 +51,21 @@ class TrialSettings(BaseModel):
     """Note how near the forward passes come to the end of FP16 (verification)."""
     abort: AbortRules | None = None
     """When to end before the last step; a search's trials but the baselines have some, runs of a proof none."""
+    num_processes: int = Field(default=1, ge=1)
+    """Processes that train together by DistributedDataParallel, a GPU each; each takes a batch of its own a step."""
+
+    def with_steps(self, steps: int | None) -> TrialSettings:
+        """Return the settings for that many optimizer steps, the warm-up included; None leaves them.
+
+        Raises:
+            UsageError: below 2.
+        """
+        if steps is None:
+            return self
+        if steps < 2:
+            raise UsageError(f"steps is {steps}; at least 2 for a trial, a warm-up step and one that is measured")
+        warmup = min(self.warmup_steps, max(1, steps // 3))
+        return self.model_copy(update={"warmup_steps": warmup, "measured_steps": steps - warmup})
 
 
 class NonFinite(BaseModel):

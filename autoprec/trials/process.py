@@ -21,7 +21,7 @@ from autoprec.trials.failures import describe, format_traceback
 if TYPE_CHECKING:
     from autoprec.trials.health import Health
 
-__all__ = ["serve"]
+__all__ = ["guard_group", "serve"]
 
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
@@ -31,7 +31,7 @@ WATCH_SECONDS = 1.0
 def serve(parent: connection.Connection, stderr: int, first: dict[str, Any]) -> None:
     """Run as the process: `first` says what to build; each later message is a trial or a call."""
     _detach_from_terminal()
-    _guard(first["search_pid"])
+    guard_group(first["search_pid"], os.getpid())
     os.dup2(stderr, 1)  # what the task prints must not end in the search's own output
     os.dup2(stderr, 2)
     os.close(stderr)
@@ -107,23 +107,22 @@ def _detach_from_terminal() -> None:
     process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # data loaders may start workers
 
 
-def _guard(search_pid: int) -> None:
-    """Fork a process that ends this one with the search, and what this one started with this one.
+def guard_group(search_pid: int, leader: int) -> None:
+    """Fork a process that ends the process group of `leader` (this process, or its parent) with the search, and with it.
 
-    The fork server, this process's parent, outlives the search by a moment, and a trial that keeps the interpreter's
+    The fork server, a worker's parent, outlives the search by a moment, and a trial that keeps the interpreter's
     lock runs no thread of ours: so the guard is a process. Where even that is gone, the kernel ends this one.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    worker = os.getpid()
     between = os.fork()
     if between == 0:
         try:
             os.setsid()  # out of the group that it ends
             if os.fork() == 0:
                 os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # the search sees this worker's end by a closed pipe
-                _wait_for_any(search_pid, worker)
-                os.killpg(worker, signal.SIGKILL)
+                _wait_for_any(search_pid, leader)
+                os.killpg(leader, signal.SIGKILL)
         finally:
             os._exit(0)
     os.waitpid(between, 0)

@@ -43,6 +43,7 @@ from autoprec.trials.failures import TrialEnd, classify, describe, format_traceb
 from autoprec.trials.finiteness import find_in_buffers, find_in_forward, find_in_gradients
 from autoprec.trials.isolation import RandomState, RandomStream, isolated, release, seed_everything
 from autoprec.trials.outcome import Headroom, NonFinite, Outcome, TrialSettings
+from autoprec.trials.replicas import open_replicas
 from autoprec.trials.target import target_figures
 
 __all__ = ["run_trial"]
@@ -124,6 +125,7 @@ class _Trial:
         self.num_steps = self.settings.warmup_steps + self.settings.measured_steps
         self.watches = self.settings.watch_headroom and "fp16" in self.policy.low_precisions
         self.data = RandomStream(self.settings.seed)
+        self.replicas = open_replicas(self.settings)
         self.notes += option_notes(self.task, device=self.device, emulates=self.emulates)
 
     def run(self) -> Outcome:
@@ -133,6 +135,9 @@ class _Trial:
             model = build_model(self.task, self.device)
             perturb_weights(model, self.settings.perturbation, seed=self.settings.seed)
             self.reference = weakref.ref(model)
+            self.replicas.check_policy(self.policy)
+            if self.replicas.rank:
+                seed_everything(self.settings.seed + self.replicas.rank)  # dropout of other samples
             with self.timed("training"), self._arithmetic():
                 self._train(model)
             with self.timed("evaluation"):
@@ -168,11 +173,11 @@ class _Trial:
             model=model,
             on_skip=lambda number: self._note_skip(model, number),
         )
-        running = compiled(model, self.task)
-        batches = self._batches(self.num_steps * self.task.accumulation_steps)
+        running = compiled(self.replicas.wrap(model), self.task)
+        batches = self._batches(self.num_steps * self.task.accumulation_steps * self.replicas.size)
         for number in range(1, self.num_steps + 1):
             self.step_number = number
-            self._step(model, running, step, [self._next(batches) for _ in range(self.task.accumulation_steps)])
+            self._step(model, running, step, [self._own(batches) for _ in range(self.task.accumulation_steps)])
             self._check_rules()
         self._check_end(model, step)
 
@@ -202,7 +207,7 @@ class _Trial:
             raise TaskError(
                 f"task {self.task.name!r}: the loss is {type(loss).__name__}{shape}; a scalar tensor is needed"
             )
-        value = float(loss.detach())
+        value = self.replicas.mean(float(loss.detach()), self.device)
         if math.isfinite(value):
             return value
         assert self.step_number is not None
@@ -251,6 +256,9 @@ class _Trial:
         return BatchStream(
             self.task.train_batches, num_samples=self.task.num_samples, num_needed=num_needed, on_note=note
         )
+
+    def _own(self, batches: BatchStream) -> Batch:
+        return self.replicas.own(functools.partial(self._next, batches))
 
     def _next(self, batches: BatchStream) -> Batch:
         with self.data:

@@ -30,6 +30,7 @@ from autoprec.trials.building import build_model, build_task_optimizers, prepare
 from autoprec.trials.compiling import compiled, forget_compiled
 from autoprec.trials.isolation import release, seed_everything
 from autoprec.trials.outcome import TrialSettings
+from autoprec.trials.replicas import Replicas, open_replicas
 
 __all__ = ["TargetEstimator", "TargetFigures", "estimate_figures", "target_batch", "target_estimate", "target_figures"]
 
@@ -62,7 +63,7 @@ def target_figures(task: Task, policy: Policy, settings: TrialSettings) -> Targe
     device = torch.device(settings.device)
     if device.type == "cuda":
         seed_everything(settings.seed)
-        return _measure(task, policy, device)
+        return _measure(task, policy, device, open_replicas(settings))
     return estimate_figures(task, policy, settings)
 
 
@@ -72,12 +73,14 @@ def estimate_figures(task: Task, policy: Policy, settings: TrialSettings) -> Tar
     Sets the random state; equal policies are estimated once.
     """
     estimate = target_estimate(task, policy, settings)
+    alone, size = estimate.throughput_samples_per_second, settings.num_processes
+    throughput = alone.model_copy(update={"value": alone.value * size})
     return TargetFigures(
         peak_memory_bytes=estimate.peak_memory_bytes,
-        throughput_samples_per_second=estimate.throughput_samples_per_second,
-        throughput_tokens_per_second=_per_token(task, estimate.throughput_samples_per_second),
+        throughput_samples_per_second=throughput,
+        throughput_tokens_per_second=_per_token(task, throughput),
         memory_by_category={name: float(size) for name, size in estimate.by_category.items()},
-        notes=tuple(estimate.notes),
+        notes=(*estimate.notes, *([f"throughput: {size} times that of one GPU, no exchange counted"] * (size > 1))),
     )
 
 
@@ -209,13 +212,16 @@ class TargetEstimator:
         return self._known[key]
 
 
-def _measure(task: Task, policy: Policy, device: torch.device) -> TargetFigures:
-    """Time steps with CUDA events after a warm-up; the peak is that of the timed steps, from a fresh reset."""
+def _measure(task: Task, policy: Policy, device: torch.device, replicas: Replicas) -> TargetFigures:
+    """Time steps with CUDA events after a warm-up; the peak is that of the timed steps, from a fresh reset.
+
+    The throughput is the group's, the memory this process's.
+    """
     model = build_model(task, device, build=_target_model(task))
     reference = weakref.ref(model)
     apply_policy(model, policy)
     batch = prepare_batch(task, target_batch(task), device)
-    running = compiled(model, task)
+    running = compiled(replicas.wrap(model), task)
     step = TrainingStep(
         build_task_optimizers(task, policy, model),
         grad_scaler=build_grad_scaler(policy, device=device),
@@ -240,7 +246,7 @@ def _measure(task: Task, policy: Policy, device: torch.device) -> TargetFigures:
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device)
     milliseconds = [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
-    samples = (task.num_samples or count_samples)(batch) * task.accumulation_steps
+    samples = (task.num_samples or count_samples)(batch) * task.accumulation_steps * replicas.size
     throughput = Number(value=samples / (statistics.median(milliseconds) / 1e3), kind="measured")
     per_token = _per_token(task, throughput)
     del model, running, step, batch

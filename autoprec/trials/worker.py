@@ -21,6 +21,7 @@ from autoprec.trials.outcome import EndKind, Outcome, TrialSettings
 
 if TYPE_CHECKING:
     from autoprec.trials.child import WorkerProcess
+    from autoprec.trials.group import Group
 
 __all__ = ["TrialRunner", "Worker", "InlineWorker", "can_travel"]
 
@@ -109,6 +110,7 @@ class Worker:
         self._code = code
         self._num_threads = num_threads
         self._process: WorkerProcess | None = None
+        self._group: Group | None = None
         self._is_stopped = False
         _OPEN.add(self)
 
@@ -125,6 +127,8 @@ class Worker:
             StudyError: no process could be started, or the task's code is another one there.
         """
         started = time.perf_counter()
+        if settings.num_processes > 1:
+            return self._run_group(policy, settings, timeout_seconds=timeout_seconds)
         message = {"policy": policy.to_json(), "settings": settings.model_dump(mode="json")}
         try:
             reply = self._exchange(message, timeout_seconds=timeout_seconds)
@@ -139,6 +143,15 @@ class Worker:
             note = f"the process was replaced after this trial: {reply['spent']}"
             outcome = outcome.model_copy(update={"notes": [*outcome.notes, note]})
         return outcome
+
+    def _run_group(self, policy: Policy, settings: TrialSettings, *, timeout_seconds: float | None) -> Outcome:
+        from autoprec.trials.group import Group  # needs POSIX, this module does not
+
+        self._stop()  # it would hold memory of the first GPU
+        self._group = group = Group(self._source, num_threads=max(1, self._threads() // settings.num_processes))
+        if self._is_stopped:
+            return Outcome(kind="crashed", message="stopped before it began")
+        return group.run(policy, settings, timeout_seconds=timeout_seconds)
 
     def call(self, name: str, arguments: dict[str, Any], *, timeout_seconds: float | None = None) -> Any:
         """Call `package.module:function` in the process with the task and JSON values; return its JSON value.
@@ -171,6 +184,8 @@ class Worker:
         process = self._process
         if process is not None:
             process.kill()
+        if self._group is not None:
+            self._group.kill()
 
     def close(self) -> None:
         """End the process and all that it started."""
