@@ -162,8 +162,10 @@ def _announce(plan: SearchPlan, console: Console) -> None:
 def _report(result: SearchResult, shares: dict[str, float], *, wall_seconds: float, format: str) -> None:
     from autoprec.cli.progress import print_margin, show_shares
     from autoprec.report.escaping import escaped
+    from autoprec.report.front import front_table
     from autoprec.report.tables import comparison_table
     from autoprec.search.export import arm_evidence
+    from autoprec.search.front import read_front
 
     evidence = result.policy.evidence
     arms = evidence.arms if evidence is not None else arm_evidence(result.candidates, result.verification)
@@ -189,6 +191,8 @@ def _report(result: SearchResult, shares: dict[str, float], *, wall_seconds: flo
         return
     console = open_console()
     console.print(comparison_table(arms, title=f"{result.plan.task.name} on {result.plan.target}"))
+    if result.plan.settings.memory_budget_bytes is not None:
+        console.print(front_table(read_front(result.folder / "front.json")))
     print_margin(console, result.verification)
     console.print(escaped(result.choice.sentence), soft_wrap=True)
     console.print(show_shares(shares, wall_seconds))

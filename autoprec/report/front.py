@@ -19,7 +19,10 @@ def front_table(front: Front, *, chosen: str | None = None) -> Table:
     table = Table(title=escaped(f"{front.task} on {front.target}"), title_justify="left")
     table.add_column("")
     counts_tokens = any(TOKENS in member.numbers for member in front.front)
-    for name in ("peak memory", "throughput", *(["tokens"] if counts_tokens else []), "accuracy", "proof", "picks"):
+    budget = front.memory_budget_bytes
+    tokens = ["tokens"] if counts_tokens else []
+    largest = [] if budget is None else [f"largest batch in {show_bytes(Number(value=budget, kind='computed'))}"]
+    for name in ("peak memory", "throughput", *tokens, "accuracy", "proof", *largest, "picks"):
         table.add_column(name, justify="right")
     for member in front.front:
         picks = [prefer for prefer, name in front.picks.items() if name == member.name]
@@ -36,6 +39,7 @@ def front_table(front: Front, *, chosen: str | None = None) -> Table:
             *([_tokens(member)] if counts_tokens else []),
             _accuracy(member),
             _proof(member),
+            *([] if budget is None else [_largest(member)]),
             ", ".join(picks),
         )
     return table
@@ -63,6 +67,17 @@ def _proof(member: Member) -> str:
     if member.outcome != "ok":
         return escaped(member.outcome)
     return "not verified" if member.proof is None else member.proof.verdict
+
+
+def _largest(member: Member) -> str:
+    found = member.largest_batch
+    if found is None:
+        return "-"
+    if found.batch_size == 0:
+        return "not one sample"
+    memory, throughput = found.peak_memory_bytes, found.throughput_samples_per_second
+    shown = (f"{show_bytes(memory)} {_kind(memory)}", f"{show_throughput(throughput)} {_kind(throughput)}")
+    return "\n".join([f"{found.batch_size:,}", *shown])
 
 
 def _kind(number: Number | None) -> str:

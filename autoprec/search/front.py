@@ -22,7 +22,7 @@ from autoprec.search.study import OBJECTIVES
 from autoprec.search.verification import Verification
 from autoprec.trials.outcome import EndKind, Outcome
 
-__all__ = ["Front", "Member", "build_front", "read_front"]
+__all__ = ["Front", "LargestBatch", "Member", "build_front", "read_front"]
 
 NUMBERS = (*OBJECTIVES, "throughput_tokens_per_second", "eval_loss")
 """What a member's numbers may hold; tokens a second where the task counts tokens."""
@@ -45,6 +45,18 @@ class MemberProof(FrozenModel):
     loss_excess: PairedDifference | None = None
 
 
+class LargestBatch(FrozenModel):
+    """The largest batch whose peak is within the memory budget, at the target's input size; 0: not even one sample.
+
+    The peak is computed ("predicted" where it was measured at the target's batch and is scaled from there), the
+    throughput predicted.
+    """
+
+    batch_size: int
+    peak_memory_bytes: Number | None = None
+    throughput_samples_per_second: Number | None = None
+
+
 class Member(FrozenModel):
     """One policy with its numbers: of the trial, accuracy and loss of the proof where it had one.
 
@@ -58,6 +70,7 @@ class Member(FrozenModel):
     numbers: dict[str, Number] = Field(default_factory=dict)
     ratios: dict[str, Number] = Field(default_factory=dict)
     proof: MemberProof | None = None
+    largest_batch: LargestBatch | None = None
     policy: Policy
 
 
@@ -88,6 +101,7 @@ class Front(FrozenModel):
     sentence: str
     prefer: Prefer
     picks: dict[str, str]
+    memory_budget_bytes: float | None = None
     proof: FrontProof
     front: list[Member]
 
@@ -130,6 +144,8 @@ def build_front(
     trials: Mapping[str, int],
     on_front: frozenset[str],
     means: Mapping[str, Mapping[str, Number]],
+    memory_budget_bytes: float | None = None,
+    largest: Mapping[str, LargestBatch] | None = None,
 ) -> Front:
     """Collect the content of front.json.
 
@@ -138,6 +154,7 @@ def build_front(
         trials: name -> number of the trial.
         on_front: names of the policies that no other beats.
         means: name -> accuracy and loss over the seeds of the proof.
+        largest: name -> the largest batch in the budget, where there is one.
     """
     reference = next(c for c in candidates if c.name == FP32)
     proof = verification.proof
@@ -155,6 +172,7 @@ def build_front(
         sentence=choice.sentence,
         prefer=choice.prefer,
         picks={prefer: pick.name for prefer, pick in picks.items() if pick.kind != "inconclusive"},
+        memory_budget_bytes=memory_budget_bytes,
         proof=FrontProof(
             margin=proof.margin,
             loss_margin=proof.loss_margin,
@@ -175,6 +193,7 @@ def build_front(
                 numbers=_numbers(c.outcome) | dict(means.get(c.name, {})),
                 ratios=_named(c.ratios(reference)),
                 proof=_member_proof(verification.verdicts.get(c.name)),
+                largest_batch=None if largest is None else largest.get(c.name),
                 policy=c.policy,
             )
             for c in candidates

@@ -16,6 +16,7 @@ from autoprec.errors import PrecisionWarning, UsageError
 from autoprec.estimates.gpus import gpu_by_name
 from autoprec.policy import Policy, Recommendation, load_policy, remove_unfinished, write_atomically
 from autoprec.search.arms import FP32
+from autoprec.search.budget import largest_batches
 from autoprec.search.events import Events
 from autoprec.search.export import exported_policy, proof_means
 from autoprec.search.front import build_front
@@ -409,8 +410,10 @@ def _finish(
     records = study.records
     front = study.front()
     arms = {c.name for c in candidates}
+    members = [*candidates, *(_candidate(record) for record in front if record.label not in arms)]
+    budget = plan.settings.memory_budget_bytes
     document = build_front(
-        [*candidates, *(_candidate(record) for record in front if record.label not in arms)],
+        members,
         verification,
         choice,
         study_name=plan.study_name,
@@ -420,6 +423,10 @@ def _finish(
         trials={record.label: record.number for record in records if not record.is_cached},
         on_front=frozenset(record.label for record in front),
         means={name: proof_means(runs) for name, runs in verification.outcomes.items()},
+        memory_budget_bytes=budget,
+        largest=None
+        if budget is None
+        else largest_batches(study.study, plan.task, plan.trial, members, budget_bytes=budget),
     )
     policy.save(plan.folder / "policy.json")
     write_atomically(plan.folder / "front.json", document.to_json())

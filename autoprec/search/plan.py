@@ -72,7 +72,8 @@ class SearchSettings:
         n_trials: finished trials in all, baselines and warm starts included, the proof's runs not.
         sampler: "policy", "tpe", "nsga2", "gp" or "random".
         prefer: what the recommendation weighs: "balanced", "fastest" or "smallest"; no part of the study's identity.
-        memory_budget_bytes: what uses more is not recommended; no part of the study's identity.
+        memory_budget_bytes: what uses more is not recommended, and the largest batch in it is told; no part of the
+            study's identity.
         timeout_seconds: after which no new trial is begun, the proof not counted; no part of the study's identity.
         space: name of a built-in search space or a TOML file; None chooses by the model's structure.
         num_workers: trials at once on a CPU, where no time is measured; None takes `default_num_workers`.

@@ -363,3 +363,29 @@ def test_a_task_with_no_batches_is_an_error_before_any_trial(tmp_path: Path) -> 
     with pytest.raises(TaskError, match=r"train_batches: there are 0 batches \(an empty list\)"):
         tiny_plan(tmp_path, task=tiny_task(train_batches=[]))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_after_the_time_no_new_trial_begins_and_what_was_found_is_proved(tmp_path: Path) -> None:
+    class Notes(Events):
+        def __init__(self) -> None:
+            self.notes: list[str] = []
+
+        def note(self, message: str) -> None:
+            self.notes.append(message)
+
+    events = Notes()
+    plan = tiny_plan(tmp_path, n_trials=9, timeout_seconds=1e-6)
+    result = run_search(plan, FakeMeasure(noise=0.001), events=events)
+    assert [record.arm for record in result.records] == ["fp32", "autocast fp16", "autocast bf16"]
+    assert result.verification.verdicts["fp32"].kind == "reference"
+    assert any("the 1e-06 s are over after 3 of 9 trials; what was found is proved" in note for note in events.notes)
+    assert len(run(tmp_path, n_trials=9).records) >= 9
+
+
+def test_steps_are_those_of_a_trial_with_its_warm_up() -> None:
+    plain = TrialSettings()
+    assert plain.with_steps(None) == plain
+    shapes = [(plain.with_steps(n).warmup_steps, plain.with_steps(n).measured_steps) for n in (2, 9, 28, 100)]
+    assert shapes == [(1, 1), (3, 6), (8, 20), (8, 92)]
+    with pytest.raises(UsageError, match="steps is 1; at least 2"):
+        plain.with_steps(1)
