@@ -17,6 +17,7 @@ from small_tasks import build, gan_task, small_task
 from autoprec.errors import StudyError, UsageError
 from autoprec.policy import GradScalerSettings, Number, Policy
 from autoprec.tasks import TaskSource
+from autoprec.tasks.source import with_source
 from autoprec.trials import InlineWorker, Outcome, TrialSettings, Worker
 from autoprec.trials.group import check_group, merge
 from autoprec.trials.rank import run_rank
@@ -111,9 +112,9 @@ def test_a_process_that_failed_is_the_outcome_and_scales_that_differ_are_an_erro
     ("task", "settings", "message"),
     [
         (small_task(), {}, "other processes cannot build this task"),
-        (gan_task(source=SOURCE), {}, "has several losses"),
-        (small_task(source=SOURCE), {"device": "cuda:1"}, "give the device as cuda"),
-        (small_task(source=SOURCE), {"device": "cuda", "num_processes": 99}, r"torch sees \d+ here"),
+        (with_source(gan_task(), SOURCE), {}, "has several losses"),
+        (with_source(small_task(), SOURCE), {"device": "cuda:1"}, "give the device as cuda"),
+        (with_source(small_task(), SOURCE), {"device": "cuda", "num_processes": 99}, r"torch sees \d+ here"),
     ],
     ids=["source", "losses", "number", "count"],
 )
