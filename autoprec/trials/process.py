@@ -108,7 +108,7 @@ def _detach_from_terminal() -> None:
 
 
 def guard_group(search_pid: int, leader: int) -> None:
-    """Fork a process that ends the process group of `leader` (this process, or its parent) with the search, and with it.
+    """Fork a process that ends the process group of `leader` (this process or its parent) when the search or it ends.
 
     The fork server, a worker's parent, outlives the search by a moment, and a trial that keeps the interpreter's
     lock runs no thread of ours: so the guard is a process. Where even that is gone, the kernel ends this one.
