@@ -95,7 +95,7 @@ def prove_on_sibling(policy: Policy, optimizer: str) -> None:
     rules = {name: choice for name, choice in policy.modules.items() if name in names}
     lr = 1e-3 if optimizer == "adamw" else 2e-2
     task = TaskSource("vision", {"model": "vit_b_16", "optimizer": optimizer, "lr": lr}).build()
-    task = replace(task, name="sibling of vit_b_16", model=sibling, target=None, source=None)
+    task = replace(task, name="sibling of vit_b_16", model=sibling, target=None)
     with tempfile.TemporaryDirectory() as folder:
         proof = verify_policy(
             policy.replace(modules=rules),

@@ -104,6 +104,10 @@ def _castable(tensor: torch.Tensor) -> bool:
 def state_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return what changes when a tensor is written to: its version, and its place in memory (`tensor.data = ...`)."""
     try:
-        return tensor._version, tensor.data_ptr()
+        return tensor._version, tensor.data_ptr() if type(tensor) in _WITH_PLACE else 0
     except RuntimeError:  # inference tensors have no version; sparse tensors and those of a transform no place
         return (0 if tensor.is_inference() else tensor._version), 0
+
+
+_WITH_PLACE = (torch.Tensor, torch.nn.Parameter)
+"""Fake tensors and other subclasses have no place in memory, or none that may be asked for."""
