@@ -104,7 +104,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=9.0, help="what the whole run may take (default 9)")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes and few rounds, every part; always so on a CPU")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes and few rounds, every part; so on a CPU")
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="only these")
     parser.add_argument("--models", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--rounds", type=int, help="interleaved rounds (default 15, 2 with --quick)")
