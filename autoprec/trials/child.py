@@ -11,10 +11,12 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Iterator
 from dataclasses import asdict
 from multiprocessing import connection, reduction
+from multiprocessing.process import BaseProcess
 from typing import IO, Any
 
 from autoprec.tasks.source import TaskSource
@@ -32,7 +34,22 @@ FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 LOST_EXIT_CODE = 255
 """What multiprocessing reports where the fork server died with the process."""
 
+START_ATTEMPTS, START_PAUSE_SECONDS = 40, 0.05
+"""A fork server that was killed is not known to be gone before the system has taken it down."""
+
 _START_LOCK = threading.Lock()
+
+
+def _start(process: BaseProcess) -> None:
+    """Start a process; where the fork server has just ended, with the next one."""
+    for attempt in range(START_ATTEMPTS):
+        try:
+            process.start()
+            return
+        except (ConnectionError, EOFError):
+            if attempt == START_ATTEMPTS - 1:
+                raise
+            time.sleep(START_PAUSE_SECONDS)
 
 
 class WorkerProcess:
@@ -54,7 +71,7 @@ class WorkerProcess:
         )
         self._num_out_of_memory = _count_out_of_memory()
         with _without_main_module():
-            self._process.start()
+            _start(self._process)
         theirs.close()
         self._pidfd = _open_pidfd(self._process.pid)
 
