@@ -19,13 +19,13 @@ from torch import nn
 from autoprec import Policy, apply_policy, remove_policy
 from autoprec.apply.state import num_regions_entered, num_weight_casts
 
-NUM_LAYERS = 50
+NUM_LAYERS, WIDTH = 50, 16
 NUM_MODULES = 1000
 
 
-def tiny_linears(width: int = 16) -> nn.Sequential:
+def tiny_linears() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(NUM_LAYERS)))
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
 
 
 class Stack(nn.Module):
@@ -41,16 +41,18 @@ class Stack(nn.Module):
         return x
 
 
-def seconds(call: Callable[[], object], repeats: int) -> float:
+def seconds(call: Callable[[], object], repeats: int, *, synchronize: Callable[[], object] = lambda: None) -> float:
     """Return the median time of one call after three that warm up, without garbage collections in between."""
     for _ in range(3):
         call()
+    synchronize()
     gc.collect()
     gc.disable()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         call()
+        synchronize()
         times.append(time.perf_counter() - start)
     gc.enable()
     return statistics.median(times)

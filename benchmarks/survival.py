@@ -368,7 +368,7 @@ def small_disk() -> Iterator[tuple[Path, str]]:
         yield root, "a tmpfs of 512 KiB" if mounted.returncode == 0 else "a folder with files of at most 200 KiB"
     finally:
         if mounted.returncode == 0:
-            subprocess.run(["umount", str(root)], check=True)
+            subprocess.run(["umount", "--lazy", str(root)], check=True)  # a process that ends may still be there
         shutil.rmtree(root)
 
 

@@ -129,7 +129,7 @@ def _exhaust() -> None:
 
 
 def _fill_buffer(model: Network, h: torch.Tensor) -> torch.Tensor:
-    model.stem[1].running_mean.fill_(float("inf"))
+    model.stem[1].running_mean.data.fill_(float("inf"))  # past autograd, which has saved it for the backward pass
     return h
 
 
