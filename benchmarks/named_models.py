@@ -76,6 +76,7 @@ def random_policy(units: Any, seed: int) -> Policy:
     for unit in units:
         tied = next((modules[name] for name in unit.tied if name in modules), None)
         modules[unit.name] = tied or rng.choice(unit.choices)
+        modules |= dict.fromkeys(unit.tied, modules[unit.name])  # layers that hold its weight and are never called, too
     return Policy(default="autocast", dtype="fp16", modules=modules)
 
 

@@ -171,18 +171,27 @@ def _of_aliases(names: list[str], by_name: dict[str, Precision], rules: dict[str
 
 
 def _check_tied(plan: Plan) -> None:
-    owners: dict[int, tuple[str, str]] = {}
+    """Refuse two precisions of one weight, but for a module that holds the weight of a part of its own once more."""
+    owners: dict[int, list[tuple[str, str]]] = {}
     for name, module in plan.structure.unique():
         for key, parameter in module._parameters.items():
             if parameter is None or is_lazy(parameter):
                 continue
             path = f"{name}.{key}" if name else key
-            first, first_path = owners.setdefault(id(parameter), (name, path))
-            if plan.precision(first) != plan.precision(name):
-                raise ApplyError(
-                    f"{first_path!r} ({plan.precision(first)}) and {path!r} ({plan.precision(name)}) are one tied "
-                    "weight and take one precision; give both modules the same"
-                )
+            known = owners.setdefault(id(parameter), [])
+            for first, first_path in known:
+                if plan.precision(first) != plan.precision(name) and not _is_inside(name, first):
+                    raise ApplyError(
+                        f"{first_path!r} ({plan.precision(first)}) and {path!r} ({plan.precision(name)}) are one tied "
+                        "weight and take one precision; give both modules the same"
+                    )
+            known.append((name, path))
+
+
+def _is_inside(name: str, other: str) -> bool:
+    """Whether one of two modules lies inside the other."""
+    inner, outer = (name, other) if len(name) > len(other) else (other, name)
+    return not outer or inner.startswith(f"{outer}.")
 
 
 def _check_scripted(plan: Plan) -> None:

@@ -54,7 +54,7 @@ def build_decisions(
     else:
         decisions = _group(singles, space, tree, model, composites or {})
         decisions = share_repeats(decisions, model) if space.repeats == "together" else decisions
-    decisions = _join_tied(decisions, units)
+    decisions = _join_tied(decisions, units, tree)
     return _with_depth(decisions, [single.name for single in singles])
 
 
@@ -75,7 +75,7 @@ def _with_depth(decisions: list[Decision], call_order: list[str]) -> list[Decisi
     last = max(1, len(call_order) - 1)
 
     def depth(decision: Decision) -> float:
-        mean = [place for name in decision.units for place in places[name]]
+        mean = [place for name in decision.units for place in places.get(name, ())]
         return sum(mean) / len(mean) / last
 
     return [replace(decision, depth=depth(decision)) for decision in decisions]
@@ -129,16 +129,20 @@ def _join_followers(singles: list[Decision], space: SearchSpace) -> list[Decisio
     return groups
 
 
-def _join_tied(decisions: list[Decision], units: Sequence[UnitLike]) -> list[Decision]:
-    """Merge the decisions of units that share a weight; choices that one of them lacks are lost to all."""
+def _join_tied(decisions: list[Decision], units: Sequence[UnitLike], tree: Mapping[str, str]) -> list[Decision]:
+    """Merge the decisions of units that share a weight; choices that one of them lacks are lost to all.
+
+    A layer that holds the weight and is never called goes with them: the weight takes one precision.
+    """
     for unit in units:
         if not unit.tied:
             continue
         wanted = {unit.name, *unit.tied}
         joined = [decision for decision in decisions if any(_governs(decision, name) for name in wanted)]
-        if len(joined) < 2:
+        idle = {name: tree[name] for name in unit.tied if not any(_governs(known, name) for known in decisions)}
+        if len(joined) < 2 and not idle:
             continue
-        first = joined[0]
+        first = replace(joined[0], units={**joined[0].units, **idle})
         for other in joined[1:]:
             choices = tuple(choice for choice in first.choices if choice in other.choices)
             merged = {**first.units, **other.units}

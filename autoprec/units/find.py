@@ -34,7 +34,8 @@ class Unit:
         num_parameters: parameter elements in its subtree.
         choices: the precisions it can compute in.
         reasons: why the other precisions are not among the choices.
-        tied: names of the other units that share a weight with it and take the same precision.
+        tied: what shares a weight with it and takes the same precision: other units, and layers that hold the weight and
+            are never called.
     """
 
     name: str
@@ -126,7 +127,7 @@ def find_units(model: nn.Module, run: Callable[[nn.Module], Any], *, try_precisi
             refused |= refused_by_units({name: first[name] for name in unit_names})
             composites = refused_by_composites(structure, model, run, refused)
     tied = _tied_units(structure, unit_names)
-    for group in {names for names in tied.values() if names}:
+    for group in {tuple(name for name in names if name in refused) for names in tied.values() if names}:
         for precision, reason in {p: r for name in group for p, r in refused[name].items()}.items():
             for name in group:
                 refused[name].setdefault(precision, f"shares a weight with a unit that cannot: {reason}")
@@ -205,15 +206,24 @@ def _governed(structure: Structure, called: set[str]) -> dict[str, str]:
 
 
 def _tied_units(structure: Structure, unit_names: list[str]) -> dict[str, tuple[str, ...]]:
+    """Return for each unit what shares a parameter with it: units, and layers that hold it and are never called."""
+    idle = [
+        name for name, module in structure.unique() if not module._modules and not _lies_in_one_of(name, unit_names)
+    ]
     owners: dict[int, list[str]] = {}
-    for name in unit_names:
+    for name in [*unit_names, *idle]:
         for parameter in structure.modules[name].parameters():
             owners.setdefault(id(parameter), []).append(name)
     tied: dict[str, tuple[str, ...]] = dict.fromkeys(unit_names, ())
     for names in owners.values():
         for name in names if len(names) > 1 else ():
-            tied[name] = tuple(dict.fromkeys([*tied[name], *names]))
+            if name in tied:
+                tied[name] = tuple(dict.fromkeys([*tied[name], *names]))
     return tied
+
+
+def _lies_in_one_of(name: str, unit_names: list[str]) -> bool:
+    return any(name == unit or name.startswith(f"{unit}.") for unit in unit_names)
 
 
 @contextmanager

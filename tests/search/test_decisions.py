@@ -196,6 +196,16 @@ def test_units_that_share_a_weight_share_a_decision_and_its_choices() -> None:
     ]
 
 
+def test_a_layer_that_holds_a_units_weight_and_is_never_called_goes_with_it() -> None:
+    model = nn.ModuleDict({"shared": nn.Embedding(4, 2), "embed": nn.Embedding(4, 2), "mid": nn.Linear(2, 2)})
+    units = [FakeUnit("embed", "Embedding", tied=("shared",)), FakeUnit("mid", "Linear")]
+    decisions = build_decisions(units, load_space("default"), model)
+    assert [(d.name, list(d.units), d.depth) for d in decisions] == [
+        ("embed", ["embed", "shared"], 0.0),
+        ("mid", ["mid"], 1.0),
+    ]
+
+
 def test_depth_runs_from_the_first_unit_to_the_last(resnet18: nn.Module) -> None:
     depths = {d.name: d.depth for d in decide(resnet18, "cnn", repeats="separate")}
     assert depths["fc"] == 1.0

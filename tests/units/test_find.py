@@ -11,6 +11,8 @@ import torch
 import torchvision
 from torch import nn
 
+from autoprec.apply import apply_policy
+from autoprec.emulation import emulate
 from autoprec.errors import ApplyError
 from autoprec.policy import Policy
 from autoprec.units import Unit, Units, find_units
@@ -139,6 +141,36 @@ def test_units_that_share_a_weight_know_each_other() -> None:
     assert units["embedding"].tied == ("head",)
     assert units["head"].tied == ("embedding",)
     assert units["norm"].tied == ()
+
+
+class Registered(nn.Module):
+    """As model libraries tie: the head's bias is held by its parent too, the table by a layer that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(4, 4)
+        self.encoder = nn.ModuleDict({"embed": nn.Embedding(4, 4), "linear": nn.Linear(4, 4)})
+        self.encoder["embed"].weight = self.shared.weight
+        self.bias = self.encoder["linear"].bias
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.encoder["linear"](self.encoder["embed"](ids))
+
+
+def test_a_layer_that_holds_a_units_weight_and_is_never_called_is_tied_to_it() -> None:
+    units = {unit.name: unit for unit in find_units(Registered(), lambda m: m(torch.tensor([1])))}
+    assert units["encoder.embed"].tied == ("shared",)
+    assert units["encoder.linear"].tied == ()
+
+
+def test_a_module_may_hold_a_weight_of_its_own_parts_in_another_precision() -> None:
+    model = Registered()
+    with pytest.raises(ApplyError, match=r"'shared\.weight' \(autocast\) and 'encoder\.embed\.weight' \(bf16\)"):
+        apply_policy(model, Policy(modules={"encoder.embed": "bf16"}))
+    apply_policy(model, Policy(modules={"encoder.embed": "bf16", "shared": "bf16", "encoder.linear": "bf16"}))
+    with emulate():
+        model(torch.tensor([1])).sum().backward()
+    assert model.bias.grad.tolist() == [1.0] * 4
 
 
 def test_a_custom_function_that_needs_fp32_takes_the_other_precisions_away_and_is_named() -> None:
