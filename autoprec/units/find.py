@@ -34,7 +34,7 @@ class Unit:
         num_parameters: parameter elements in its subtree.
         choices: the precisions it can compute in.
         reasons: why the other precisions are not among the choices.
-        tied: what shares a weight with it and takes the same precision: other units, and layers that hold the weight and
+        tied: what shares a weight with it and takes the same precision: other units, and layers that hold it and
             are never called.
     """
 
