@@ -23,8 +23,10 @@ __all__ = ["tensors_kept", "written_parameters"]
 
 MAX_DEPTH = 3
 _EVERY = "*"
-_WRITERS = frozenset({"batch_norm", "instance_norm", "all_reduce", "broadcast", "reduce", "all_gather_into_tensor"})
+_NORMS = frozenset({"batch_norm", "instance_norm"})
+_WRITERS = _NORMS | {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor"}
 """Functions that write into a tensor they are given, beside those whose name ends with an underscore."""
+_RUNNING = ("running_mean", "running_var")
 _HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_"})
 _OWN_BUFFERS = frozenset({"buffers", "named_buffers"})
 _VIEWS = frozenset(
@@ -220,7 +222,11 @@ class _Reader(ast.NodeVisitor):
         writes = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
         if writes and isinstance(node.func, ast.Attribute):
             self.written |= self.base(node.func.value)
-        if writes or name in _WRITERS:
+        if name in _NORMS:
+            given = [*node.args[1:3], *(k.value for k in node.keywords if k.arg in _RUNNING)]
+            given += [] if self.in_place else node.args[3:5]  # where torch.batch_norm takes them
+            self.written |= set().union(*map(self.base, given))
+        elif writes or name in _WRITERS:
             self.written |= set().union(*(self.base(item) for item in [*node.args, *(k.value for k in node.keywords)]))
         if name == "setattr" and not self.in_place and len(node.args) > 1 and self._is_self(node.args[0]):
             self.written |= _constant(node.args[1])

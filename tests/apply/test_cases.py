@@ -620,6 +620,29 @@ def test_c14_a_write_that_cannot_be_read_from_the_code_is_kept_and_told() -> Non
     assert model[0].seen.tolist() == [12.0, 100_000.5]
 
 
+class Standardized(nn.Linear):
+    """Weight standardisation: what a batch norm takes as its input is not written to."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.weight.reshape(1, 4, -1)
+        weight = F.batch_norm(rows, None, None, weight=self.gain * 0.5, training=True).reshape_as(self.weight)
+        return F.linear(x, weight, self.bias)
+
+
+def test_c14_a_weight_that_is_standardised_by_a_batch_norm_is_half_like_its_gain() -> None:
+    model = apply_policy(nn.Sequential(Standardized()), Policy(default="fp16"))
+    with emulate(), watch_dtypes(model) as log:
+        model(torch.randn(2, 4)).sum().backward()
+    norms = [operator for operator in log["0"].operators if "batch_norm" in operator.name]
+    assert norms
+    assert all(operator.inputs == {HALF} for operator in norms)
+    assert model[0].gain.grad is not None
+
+
 # C16: names
 
 
