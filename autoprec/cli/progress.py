@@ -80,8 +80,12 @@ class Progress(ProofProgress):
         self._seconds["profile"] += profile.wall_seconds * self._plan.num_workers  # nothing else runs beside it
 
     def verification_finished(self, arm: str, seed: int, outcome: Outcome) -> None:
-        self._seconds.update(outcome.phase_seconds)
+        self._add_phases(outcome)
         super().verification_finished(arm, seed, outcome)
+
+    def _add_phases(self, outcome: Outcome) -> None:
+        for phase, seconds in outcome.phase_seconds.items():
+            self._seconds[phase] += seconds
 
     def shares(self, wall_seconds: float) -> dict[str, float]:
         """Return what each phase took of the time that the workers had in `wall_seconds`, and the `rest`."""
@@ -98,7 +102,7 @@ class Progress(ProofProgress):
 
     def trial_finished(self, record: TrialRecord, *, num_finished: int, n_trials: int) -> None:
         outcome = record.outcome
-        self._seconds.update(outcome.phase_seconds)
+        self._add_phases(outcome)
         numbers = (
             f"{show_bytes(outcome.peak_memory_bytes)}, {show_throughput(outcome.throughput_samples_per_second)}, "
             f"accuracy {show_accuracy(outcome.accuracy)}"

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from autoprec.cli import main
 from autoprec.cli.output import parse_memory
+from autoprec.cli.progress import Progress
 from autoprec.errors import TaskError, UsageError
 from autoprec.policy import Policy, Recommendation, UnitEvidence
+from autoprec.trials.outcome import Outcome
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
 from toys import FakeMeasure, tiny_task
@@ -360,3 +365,11 @@ def test_spaces_lists_what_comes_along_and_explains_one(
     assert "grad_scaler/growth_interval: 500, 1000, 2000" in explained
     assert run(monkeypatch, "spaces", "brt") == 2
     assert "nearest: bert" in capsys.readouterr().err
+
+
+def test_the_seconds_of_a_phase_add_up_over_the_runs() -> None:
+    progress = Progress(Console(file=io.StringIO()), SimpleNamespace(num_workers=2))  # type: ignore[arg-type]
+    for seed in range(3):
+        progress.verification_finished("fp32", seed, Outcome(kind="crashed", phase_seconds={"training": 2.0}))
+    shares = progress.shares(10.0)
+    assert (shares["training"], shares["rest"]) == pytest.approx((0.3, 0.7))
