@@ -27,6 +27,8 @@ __all__ = ["TrialRunner", "Worker", "InlineWorker", "can_travel"]
 
 START_SECONDS = 300.0
 """How long a new process may take to build its task."""
+MAX_ASKED, MAX_BUILT = 2, 5
+"""Processes that somebody else may end in the middle of one trial, and while they build the task for it."""
 
 assert util is not None  # its own exit function is registered before ours, and so runs after it
 
@@ -200,15 +202,20 @@ class Worker:
     def _exchange(self, message: dict[str, Any], *, timeout_seconds: float | None) -> dict[str, Any]:
         """Send a message and return the answer; once more where somebody else ended the process meanwhile.
 
+        A process that is ended before it has the message says nothing of it: then another one is started, a few times.
+
         Raises:
             _LostError: no answer; the process is gone.
         """
-        try:
-            return self._ask(message, timeout_seconds=timeout_seconds)
-        except _LostError as lost:
-            if not lost.from_outside or self._is_stopped:
-                raise
-        return self._ask(message, timeout_seconds=timeout_seconds)
+        num_asked = num_built = 0
+        while True:
+            try:
+                return self._ask(message, timeout_seconds=timeout_seconds)
+            except _LostError as lost:
+                num_asked, num_built = num_asked + (not lost.while_building), num_built + lost.while_building
+                is_last = num_asked == MAX_ASKED or num_built == MAX_BUILT
+                if is_last or not lost.from_outside or self._is_stopped:
+                    raise
 
     def _ask(self, message: dict[str, Any], *, timeout_seconds: float | None) -> dict[str, Any]:
         process = self._ready()

@@ -165,3 +165,14 @@ def describe_task(task: Task, **arguments: Any) -> dict[str, Any]:
     if arguments.get("fails"):
         raise ValueError("as asked")
     return {"name": task.name, **arguments}
+
+
+def build_after_kills(path: str, num_kills: int) -> Task:
+    """Build the task when as many processes as asked were killed while they did; `path` counts them."""
+    with open(path, "a+") as counter:
+        counter.seek(0)
+        if len(counter.read()) < num_kills:
+            counter.write("x")
+            counter.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return small_task()

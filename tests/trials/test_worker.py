@@ -133,6 +133,13 @@ def test_what_somebody_else_ended_is_run_once_more(who: str) -> None:
         assert worker.pid not in (None, pid)
 
 
+def test_a_process_that_somebody_else_ends_while_it_builds_the_task_is_started_anew(tmp_path: Path) -> None:
+    arguments = {"path": str(tmp_path / "kills"), "num_kills": 2}
+    builds = TaskSource("function", {"name": f"{FILE}:build_after_kills", "arguments": arguments})
+    with Worker(builds, num_threads=1) as worker:
+        assert worker.run(FP32, SHORT).is_ok
+
+
 def test_what_is_killed_each_time_has_crashed() -> None:
     with Worker(source("kill"), num_threads=1) as worker:
         outcome = worker.run(BF16, SHORT)
