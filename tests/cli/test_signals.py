@@ -35,8 +35,16 @@ with interruptible():
 """
 
 
+HEARD = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+"""
+"""A shell that starts the tests in the background, or nohup, leaves these ignored."""
+
+
 def start(script: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", HEARD + script], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
@@ -64,6 +72,7 @@ def test_the_second_signal_ends_at_once() -> None:
 
 def test_handlers_come_back_and_an_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    of_tests = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         own = signal.getsignal(signal.SIGINT)
         with interruptible():
@@ -72,3 +81,4 @@ def test_handlers_come_back_and_an_ignored_signal_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGINT) == own
     finally:
         signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGINT, of_tests)
