@@ -133,15 +133,16 @@ def chaos(kills: int, seed: int, num_workers: int) -> None:
         print(f"chaos: the unkilled search of {total} trials and its proof takes {seconds:.1f} s from its lock on")
         targets = ["search", "worker"] * (kills // 2)
         rng.shuffle(targets)
-        num_studies = num_kept = num_equal = num_left = num_good = 0
+        num_studies = num_kept = num_equal = num_left = num_good = num_done = 0
         while targets:
             num_studies += 1
             folder = Path(root) / f"study{num_studies}"
             done, kept, clean = kill_one_study(folder, targets, rng, seconds, num_workers)
             same = result_of(folder) == expected and num_run(finished_trials(folder)) == total
             num_kept, num_left, num_equal = num_kept + kept * done, num_left + (not clean), num_equal + same
-            num_good += done * (kept and same and clean)
+            num_good, num_done = num_good + done * (kept and same and clean), num_done + done
             shutil.rmtree(folder)
+            print(f"chaos: {num_good} of {num_done} so far (kept {kept}, same {same}, ended {clean})", flush=True)
         print(
             f"chaos: {num_good} of {kills} kills survived (half search, half worker; {num_studies} studies, "
             f"{num_workers} worker(s)): finished trials kept and equal in {num_kept} of {kills}, the same total and "
@@ -182,7 +183,7 @@ def kill_one_study(
             process.wait(600)
         else:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(rng.uniform(0, 0.6 * seconds))
+                process.wait(rng.uniform(0, 0.25 * seconds))
         if process.poll() is None:
             target = targets.pop()
             if target == "search":

@@ -27,7 +27,7 @@ __all__ = ["TrialRunner", "Worker", "InlineWorker", "can_travel"]
 
 START_SECONDS = 300.0
 """How long a new process may take to build its task."""
-MAX_ASKED, MAX_BUILT = 2, 5
+MAX_ASKED, MAX_BUILT = 4, 5
 """Processes that somebody else may end in the middle of one trial, and while they build the task for it."""
 
 assert util is not None  # its own exit function is registered before ours, and so runs after it
@@ -97,7 +97,7 @@ class Worker:
 
     It is started when first needed, and again after a crash, a time limit or a trial that left it unfit (its device
     does not answer, memory did not come back). What was lost because somebody else ended the process (a signal from
-    outside, the fork server's end) is run once more.
+    outside, the fork server's end) is run again, a few times.
 
     Messages are JSON. The process ends with this object, and with this process however that ends.
 
@@ -200,9 +200,9 @@ class Worker:
         self.close()
 
     def _exchange(self, message: dict[str, Any], *, timeout_seconds: float | None) -> dict[str, Any]:
-        """Send a message and return the answer; once more where somebody else ended the process meanwhile.
+        """Send a message and return the answer; again where somebody else ended the process meanwhile, a few times.
 
-        A process that is ended before it has the message says nothing of it: then another one is started, a few times.
+        So too where a process is ended before it has the message.
 
         Raises:
             _LostError: no answer; the process is gone.
