@@ -18,7 +18,6 @@ from autoprec.estimates import StepEstimate
 from autoprec.policy import Policy, Precision
 from autoprec.search.names import prefixes_of
 from autoprec.search.plan import SearchPlan, SearchSettings, prepare_search
-from autoprec.search.space import builtin_spaces
 from autoprec.tasks.named import named_task
 from autoprec.tasks.protocol import Task
 from autoprec.tasks.source import resolve_task
@@ -84,7 +83,7 @@ def estimate(plan: SearchPlan, precision: Precision, trial: TrialSettings) -> St
 
 def main() -> None:
     print(f"{'space':12s} {'model':28s} {'decisions':>9s} {'free':>5s} {'time governed':>15s} {'bytes governed':>15s}")
-    for space in sys.argv[1:] or [name for name in FAMILIES if name in builtin_spaces()]:
+    for space in sys.argv[1:] or FAMILIES:
         print(describe(space), flush=True)
 
 
