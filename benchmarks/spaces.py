@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from autoprec.estimates import StepEstimate
-from autoprec.policy import Policy, Precision
-from autoprec.search.names import prefixes_of
+from autoprec.policy import Policy, Precision, lies_in
 from autoprec.search.plan import SearchPlan, SearchSettings, prepare_search
 from autoprec.tasks.named import named_task
 from autoprec.tasks.protocol import Task
@@ -59,7 +58,7 @@ def governed_bytes(full: Mapping[str, int], half: Mapping[str, int], governed: s
 
 
 def covers(governed: set[str], name: str) -> bool:
-    return bool(governed.intersection(prefixes_of(name)))
+    return any(lies_in(name, module) for module in governed)
 
 
 def describe(space: str) -> str:

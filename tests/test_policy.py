@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.errors import PolicyError
-from autoprec.policy import PRECISIONS, Policy, load_policy, resolve_precisions
+from autoprec.policy import PRECISIONS, Policy, lies_in, load_policy, resolve_precisions
 
 NAMES = st.text(st.sampled_from("abcxyz019_."), min_size=1, max_size=12)
 GLOBS = st.text(st.sampled_from("ab.*?[]"), min_size=1, max_size=8)
@@ -157,6 +157,22 @@ def test_files_are_read_whole_or_refused_with_their_name(tmp_path: Path) -> None
     for bad in (tmp_path / "none.json", tmp_path, "nul\0"):
         with pytest.raises(PolicyError, match="cannot be read"):
             load_policy(bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "inside"),
+    [
+        ("layer4", "layer4", True),
+        ("layer4.0.conv1", "layer4", True),
+        ("layer40", "layer4", False),
+        ("layer4", "layer4.0", False),
+        ("layer4", "", True),
+        ("", "", True),
+        ("", "layer4", False),
+    ],
+)
+def test_a_name_lies_in_a_module_and_in_all_above_it(name: str, module: str, inside: bool) -> None:
+    assert lies_in(name, module) == inside
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

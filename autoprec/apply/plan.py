@@ -18,7 +18,7 @@ from autoprec.apply.losses import is_loss_module
 from autoprec.apply.structure import Structure, is_scripted, without_prefixes
 from autoprec.apply.trees import CASTABLE
 from autoprec.errors import ApplyError, PrecisionWarning, did_you_mean
-from autoprec.policy import ModelInfo, ModuleInfo, Policy, Precision, is_glob, resolve_precisions
+from autoprec.policy import ModelInfo, ModuleInfo, Policy, Precision, is_glob, lies_in, resolve_precisions
 
 __all__ = ["Plan", "resolve_plan", "describe_model", "half_masters"]
 
@@ -180,18 +180,13 @@ def _check_tied(plan: Plan) -> None:
             path = f"{name}.{key}" if name else key
             known = owners.setdefault(id(parameter), [])
             for first, first_path in known:
-                if plan.precision(first) != plan.precision(name) and not _is_inside(name, first):
+                is_part = lies_in(name, first) or lies_in(first, name)
+                if plan.precision(first) != plan.precision(name) and not is_part:
                     raise ApplyError(
                         f"{first_path!r} ({plan.precision(first)}) and {path!r} ({plan.precision(name)}) are one tied "
                         "weight and take one precision; give both modules the same"
                     )
             known.append((name, path))
-
-
-def _is_inside(name: str, other: str) -> bool:
-    """Whether one of two modules lies inside the other."""
-    inner, outer = (name, other) if len(name) > len(other) else (other, name)
-    return not outer or inner.startswith(f"{outer}.")
 
 
 def _check_scripted(plan: Plan) -> None:

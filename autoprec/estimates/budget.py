@@ -11,7 +11,7 @@ from torch import nn
 
 from autoprec.apply.structure import Structure, has_forward, read_structure
 from autoprec.estimates.step import StepEstimate
-from autoprec.policy import Number, Policy
+from autoprec.policy import Number, Policy, lies_in
 
 __all__ = ["Estimate", "Remedy", "blocks_to_checkpoint", "find_remedies", "largest_batch"]
 
@@ -181,8 +181,8 @@ def blocks_to_checkpoint(model: nn.Module, step: StepEstimate) -> list[str]:
     structure = read_structure(model)
     gains: dict[str, float] = {}
     for name in _blocks(structure):
-        kept = sum(size for unit, size in step.memory.saved_by_unit.items() if _is_in(unit, name))
-        seconds = sum(spent for unit, spent in step.time.seconds_by_unit.items() if _is_in(unit, name))
+        kept = sum(size for unit, size in step.memory.saved_by_unit.items() if lies_in(unit, name))
+        seconds = sum(spent for unit, spent in step.time.seconds_by_unit.items() if lies_in(unit, name))
         if kept:
             gains[name] = kept / max(seconds, 1e-9)
     return sorted(gains, key=lambda name: -gains[name])
@@ -191,7 +191,7 @@ def blocks_to_checkpoint(model: nn.Module, step: StepEstimate) -> list[str]:
 def _blocks(structure: Structure) -> list[str]:
     found: list[str] = []
     for name, module in structure.unique():
-        if not isinstance(module, nn.Sequential | nn.ModuleList) or any(_is_in(name, block) for block in found):
+        if not isinstance(module, nn.Sequential | nn.ModuleList) or any(lies_in(name, block) for block in found):
             continue
         children = [f"{name}.{key}" if name else key for key, child in module._modules.items() if child is not None]
         composite = [
@@ -202,10 +202,6 @@ def _blocks(structure: Structure) -> list[str]:
         ]  # fmt: skip
         found += composite if len(composite) > 1 else []
     return found
-
-
-def _is_in(name: str, block: str) -> bool:
-    return name == block or name.startswith(f"{block}.")
 
 
 def _sharded_optimizer(whole: StepEstimate, budget_bytes: float) -> Remedy:

@@ -21,7 +21,7 @@ from autoprec.policy.evidence import (
     VerificationEvidence,
 )
 from autoprec.policy.files import remove_unfinished, write_atomically
-from autoprec.policy.precedence import is_glob, parents_of, resolve_precisions
+from autoprec.policy.precedence import is_glob, lies_in, parents_of, resolve_precisions
 from autoprec.policy.values import SCHEMA_VERSION, Policy, content_hash, load_policy
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "compare_policies",
     "content_hash",
     "is_glob",
+    "lies_in",
     "known_precisions",
     "load_policy",
     "parents_of",

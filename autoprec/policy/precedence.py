@@ -23,11 +23,19 @@ if TYPE_CHECKING:
     from autoprec.policy.evidence import Precision
     from autoprec.policy.values import Policy
 
-__all__ = ["is_glob", "parents_of", "resolve_precisions"]
+__all__ = ["is_glob", "lies_in", "parents_of", "resolve_precisions"]
 
 
 def is_glob(rule: str) -> bool:
     return any(character in rule for character in "*?[")
+
+
+def lies_in(name: str, module: str) -> bool:
+    """Whether `name` is `module` or a part of it; everything lies in the root, whose name is empty.
+
+    `layer4.0` lies in `layer4`, `layer40` does not.
+    """
+    return not module or name == module or name.startswith(f"{module}.")
 
 
 def parents_of(names: Iterable[str]) -> dict[str, str | None]:

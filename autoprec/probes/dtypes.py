@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autoprec.apply import read_structure
+from autoprec.policy import lies_in
 
 __all__ = ["DtypeLog", "Operator", "UnitDtypes", "watch_dtypes"]
 
@@ -57,7 +58,7 @@ class DtypeLog:
 
     def below(self, name: str) -> frozenset[torch.dtype]:
         """The dtypes computed in a module and everything below it."""
-        inside = [unit.computed for path, unit in self.units.items() if path == name or path.startswith(f"{name}.")]
+        inside = [unit.computed for path, unit in self.units.items() if lies_in(path, name)]
         return frozenset().union(*inside)
 
 

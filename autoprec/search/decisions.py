@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from autoprec.errors import UsageError, did_you_mean
-from autoprec.policy import Precision
+from autoprec.policy import Precision, lies_in
 from autoprec.search.decision import CONTAINERS, Decision
 from autoprec.search.names import parent_of, prefixes_of
 from autoprec.search.repeats import share_repeats, unique_names
@@ -154,7 +154,7 @@ def _join_tied(decisions: list[Decision], units: Sequence[UnitLike], tree: Mappi
 
 
 def _governs(decision: Decision, unit: str) -> bool:
-    return any(name in decision.units for name in prefixes_of(unit))
+    return any(lies_in(unit, name) for name in decision.units)
 
 
 def _by_type(singles: list[Decision]) -> list[Decision]:
@@ -185,7 +185,7 @@ def _into_modules(
             merged[single.name] = single
             continue
         if module not in merged:
-            inside = [refused for name, refused in composites.items() if f"{name}.".startswith(f"{module}.")]
+            inside = [refused for name, refused in composites.items() if lies_in(name, module)]
             refused: dict[str, str] = {p: reason for reasons in inside for p, reason in reasons.items()}
             choices = tuple(choice for choice in single.choices if choice not in refused) or ("fp32",)
             merged[module] = Decision(module, {module: tree[module]}, choices, refused, start=single.start)

@@ -55,6 +55,12 @@ class Solver:
     def is_exact(self) -> bool:
         return len(self._plan.kept) == len(set(self.borders))
 
+    @property
+    def num_states(self) -> int:
+        """Entries of all tables that a solve fills for each row of its batch: its work, up to a constant factor."""
+        sizes = self.sizes
+        return sum(sizes[unit] * math.prod(sizes[near] for near in nears) for unit, nears in self._plan.steps)
+
     def solve(self, units: Sequence[Costs], borders: Mapping[Border, Costs]) -> Choices:
         """Return the cheapest choices, shape (batch, units), of a batch of problems that share the graph.
 

@@ -131,15 +131,15 @@ def load_space(source: str | Path) -> SearchSpace:
     Raises:
         UsageError: no such name or file, not TOML, an unknown key, a value that is not allowed.
     """
-    data, where = _read(source)
-    return parse_space(data, where=where)
+    data, path = _read(source)
+    return _build(data, where=path.name, files=(path.resolve(),))
 
 
-def _read(source: str | Path) -> tuple[dict[str, Any], str]:
+def _read(source: str | Path) -> tuple[dict[str, Any], Path]:
     builtin = builtin_spaces()
     path = builtin.get(str(source), Path(source))
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8")), path.name
+        return tomllib.loads(path.read_text(encoding="utf-8")), path
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UsageError(
@@ -150,8 +150,11 @@ def _read(source: str | Path) -> tuple[dict[str, Any], str]:
         raise UsageError(f"search space {path.name}: not TOML: {error}") from None
 
 
-def _inherit(data: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Lay `data` over the built-in space that it inherits from: tables key by key, rules after those of the parent."""
+def _inherit(data: Mapping[str, Any], *, where: str, files: tuple[Path, ...]) -> dict[str, Any]:
+    """Lay `data` over the built-in space that it inherits from: tables key by key, rules after those of the parent.
+
+    `files` are those that `data` comes from and is inherited by; a file of one's own may be called like a built-in one.
+    """
     own = dict(data)
     parent = own.pop("inherits", None)
     if parent is None:
@@ -162,9 +165,10 @@ def _inherit(data: Mapping[str, Any], *, where: str) -> dict[str, Any]:
             f"search space {where}: inherits: {str(parent)[:80]!r} is not one of {', '.join(builtin)}"
             + did_you_mean(str(parent), builtin)
         )
-    if builtin[parent].name == where:
+    above, path = _read(parent)
+    if path.resolve() in files:
         raise UsageError(f"search space {where}: inherits: from itself")
-    inherited = _inherit(_read(parent)[0], where=builtin[parent].name)
+    inherited = _inherit(above, where=path.name, files=(*files, path.resolve()))
     for table in ("grad_scaler", "optimizer"):
         if isinstance(own.get(table, {}), dict):
             own[table] = {**inherited.get(table, {}), **own.get(table, {})}
@@ -175,8 +179,12 @@ def _inherit(data: Mapping[str, Any], *, where: str) -> dict[str, Any]:
 
 def parse_space(data: Mapping[str, Any], *, where: str) -> SearchSpace:
     """Build a search space from parsed TOML; `where` names the file in errors."""
+    return _build(data, where=where, files=())
+
+
+def _build(data: Mapping[str, Any], *, where: str, files: tuple[Path, ...]) -> SearchSpace:
     try:
-        return SearchSpace(**_inherit(data, where=where))
+        return SearchSpace(**_inherit(data, where=where, files=files))
     except ValidationError as error:
         raise UsageError(_space_error(error, where=where)) from None
 

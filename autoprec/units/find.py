@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from autoprec.apply.structure import Structure, has_forward, is_scripted, read_structure
 from autoprec.apply.writes import written_parameters
 from autoprec.errors import ApplyError
-from autoprec.policy import PRECISIONS, Policy, Precision
+from autoprec.policy import PRECISIONS, Policy, Precision, lies_in
 
 __all__ = ["Unit", "Units", "find_units", "Call", "undisturbed"]
 
@@ -208,7 +208,9 @@ def _governed(structure: Structure, called: set[str]) -> dict[str, str]:
 def _tied_units(structure: Structure, unit_names: list[str]) -> dict[str, tuple[str, ...]]:
     """Return for each unit what shares a parameter with it: units, and layers that hold it and are never called."""
     idle = [
-        name for name, module in structure.unique() if not module._modules and not _lies_in_one_of(name, unit_names)
+        name
+        for name, module in structure.unique()
+        if not module._modules and not any(lies_in(name, unit) for unit in unit_names)
     ]
     owners: dict[int, list[str]] = {}
     for name in [*unit_names, *idle]:
@@ -220,10 +222,6 @@ def _tied_units(structure: Structure, unit_names: list[str]) -> dict[str, tuple[
             if name in tied:
                 tied[name] = tuple(dict.fromkeys([*tied[name], *names]))
     return tied
-
-
-def _lies_in_one_of(name: str, unit_names: list[str]) -> bool:
-    return any(name == unit or name.startswith(f"{unit}.") for unit in unit_names)
 
 
 @contextmanager

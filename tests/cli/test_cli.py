@@ -64,6 +64,12 @@ def test_help_lists_the_commands_and_loads_neither_torch_nor_optuna() -> None:
     assert result.stdout.split() == []
 
 
+def test_python_m_autoprec_is_the_program() -> None:
+    result = subprocess.run([sys.executable, "-m", "autoprec", "spaces", "nonesuch"], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("autoprec: search space 'nonesuch'")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

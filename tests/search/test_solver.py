@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -65,12 +64,15 @@ def test_a_border_names_two_units_the_smaller_first() -> None:
         Solver([2, 2], [(1, 0)])
 
 
-def test_a_chain_of_54_units_with_32_weightings_takes_milliseconds() -> None:
-    borders = [(i, i + 1) for i in range(53)]
-    units, pairs = random_costs([3] * 54, borders, batch=32, seed=0)
-    solver = Solver([3] * 54, borders)
-    solver.solve(units, pairs)
-    started = time.thread_time()
-    for _ in range(5):
-        solver.solve(units, pairs)
-    assert (time.thread_time() - started) / 5 < 0.03
+@pytest.mark.parametrize(
+    ("borders", "num_states"),
+    [
+        ([(i, i + 1) for i in range(53)], 53 * 9 + 3),
+        ([(i, i + 1) for i in range(53)] + [(i, i + 3) for i in range(0, 51, 3)], 17 * (27 + 27 + 9) + 21),
+    ],
+    ids=["chain", "residual"],
+)
+def test_the_work_of_54_units_grows_with_their_number_not_with_that_of_their_policies(
+    borders: list[tuple[int, int]], num_states: int
+) -> None:
+    assert Solver([3] * 54, borders).num_states == num_states

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import UsageError
-from autoprec.search.space import Range, Rule, builtin_spaces, load_space
+from autoprec.search.space import Range, Rule, builtin_spaces, load_space, parse_space
 
 
 def write(folder: Path, text: str) -> Path:
@@ -55,6 +55,28 @@ def test_what_a_space_inherits_is_laid_under_its_own(tmp_path: Path) -> None:
     assert space.optimizer.eps == Range(choices=[1e-8, 1e-5])
     assert space.optimizer.amsgrad == parent.optimizer.amsgrad
     assert space.grad_scaler == parent.grad_scaler
+
+
+def test_a_file_called_like_a_builtin_space_may_inherit_from_it(tmp_path: Path) -> None:
+    path = tmp_path / "vit.toml"
+    path.write_text('name = "mine"\ninherits = "vit"\nrepeats = "separate"')
+    space, parent = load_space(path), load_space("vit")
+    assert space == parent.model_copy(update={"name": "mine", "repeats": "separate"})
+    data = {"name": "mine", "inherits": "vit", "repeats": "separate"}
+    assert parse_space(data, where="vit.toml") == space
+
+
+@pytest.mark.parametrize("parents", [("a",), ("b", "a")], ids=["itself", "a round"])
+def test_a_space_that_inherits_from_itself_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parents: tuple[str, ...]
+) -> None:
+    files = {name: tmp_path / f"{name}.toml" for name in ("a", "b")}
+    for name, parent in zip(files, parents, strict=False):
+        files[name].write_text(f'name = "{name}"\ninherits = "{parent}"')
+    monkeypatch.setattr("autoprec.search.space.builtin_spaces", lambda: files)
+    for source in ("a", files["a"]):
+        with pytest.raises(UsageError, match="inherits: from itself"):
+            load_space(source)
 
 
 @pytest.mark.parametrize(
