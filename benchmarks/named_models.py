@@ -1,4 +1,4 @@
-"""Try models by name: dry run, random policy, one training step, one evaluation, removal.
+"""Try models by name: a search's dry run, a random policy of what it leaves, a training step, an evaluation, removal.
 
     python benchmarks/named_models.py [NAME ...]
 
@@ -28,11 +28,12 @@ from torch import nn
 from torchvision import models
 
 from autoprec import Policy, apply_policy, build_grad_scaler, emulate, remove_policy
+from autoprec.policy import Precision
 from autoprec.tasks.batches import tensors_of
 from autoprec.tasks.named import named_task
 from autoprec.tasks.networks import MODEL_NAMES, SEGMENTATION_NAMES, SMALLEST_IMAGE
 from autoprec.tasks.protocol import Task
-from autoprec.units import find_units
+from autoprec.units import Units, find_units
 
 MAX_PARAMETERS = 200_000_000
 BATCH_SIZE = 8
@@ -69,15 +70,19 @@ def build_task(name: str) -> Task:
     return named_task(name, batch_size=BATCH_SIZE, image_size=size, target_image_size=size)
 
 
-def random_policy(units: Any, seed: int) -> Policy:
-    """One precision for each unit at random, among those it can compute in; tied units share one."""
+def random_policy(units: Units, seed: int) -> Policy:
+    """One precision for each unit at random, among those it can compute in; tied units share one.
+
+    As in a search, code between the units that autocast cannot run is FP32.
+    """
     rng = random.Random(seed)
-    modules: dict[str, Any] = {}
+    fp32_code = [name for name, refused in units.composites.items() if "autocast" in refused]
+    modules: dict[str, Precision] = dict.fromkeys((name for name in fp32_code if name), "fp32")
     for unit in units:
         tied = next((modules[name] for name in unit.tied if name in modules), None)
         modules[unit.name] = tied or rng.choice(unit.choices)
         modules |= dict.fromkeys(unit.tied, modules[unit.name])  # layers that hold its weight and are never called, too
-    return Policy(default="autocast", dtype="fp16", modules=modules)
+    return Policy(default="fp32" if "" in fp32_code else "autocast", dtype="fp16", modules=modules)
 
 
 @contextmanager
@@ -106,7 +111,7 @@ def try_model(name: str, *, seed: int = 0) -> Result:
     torch.manual_seed(seed)
     model = task.model().train()
     batch, held_out = next(iter(task.train_batches())), next(iter(task.eval_batches()))
-    units = find_units(model, lambda m: task.loss(m, batch), try_precisions=False)
+    units = find_units(model, lambda m: task.loss(m, batch))
     used = gets_gradients(model, task, batch)
     settle_statistics(model, task, batch)
     bare_loss, bare = evaluate(model, task, held_out)

@@ -4,21 +4,30 @@
 
 Shares are of one training step at the target shape: predicted time, and computed bytes that the forward pass saves
 for the backward pass. A module's part is governed where a decision with a choice covers it. What the code between them
-saves (residual sums, concatenations) is governed as far as it is halved where the decisions go from FP32 to FP16. The
-loss is always in FP32 and is a part of what no decision governs.
+saves (residual sums, concatenations) is governed as far as it is halved where the decisions go from FP32 to FP16.
+
+What a loss outside the model saves beyond the model's outputs is FP32 under every policy, as is promised: no space can
+govern it. Its share has a column of its own; `of model` is the governed share of what the model itself saves, `of all`
+that of the whole step.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
 
 from autoprec.estimates import StepEstimate
 from autoprec.policy import Policy, Precision, lies_in
 from autoprec.search.plan import SearchPlan, SearchSettings, prepare_search
+from autoprec.tasks.batches import tensors_of
 from autoprec.tasks.named import named_task
-from autoprec.tasks.protocol import Task
+from autoprec.tasks.protocol import Loss, Task
 from autoprec.tasks.source import resolve_task
 from autoprec.trials.outcome import TrialSettings
 from autoprec.trials.target import target_estimate
@@ -68,20 +77,42 @@ def describe(space: str) -> str:
     plan = prepare_search(build(), trial=trial, settings=SearchSettings(space=space))
     free = plan.parameters.free_decisions
     governed = {name for decision in free for name in decision.units}
-    full, half = (estimate(plan, precision, trial) for precision in ("fp32", "fp16"))
-    time = governed_time(half.time.seconds_by_unit, governed)
-    saved = governed_bytes(full.memory.saved_by_unit, half.memory.saved_by_unit, governed)
-    return f"{space:12s} {model:28s} {len(plan.decisions):9d} {len(free):5d} {time:15.1%} {saved:15.1%}"
+    full, half = (estimate(plan, plan.task, precision, trial) for precision in ("fp32", "fp16"))
+    alone = dataclasses.replace(plan.task, loss=sum_of_outputs(plan.task.loss))
+    own, own_half = (estimate(plan, alone, precision, trial) for precision in ("fp32", "fp16"))
+    shares = [
+        governed_time(half.time.seconds_by_unit, governed),
+        governed_bytes(own.memory.saved_by_unit, own_half.memory.saved_by_unit, governed),
+        governed_bytes(full.memory.saved_by_unit, half.memory.saved_by_unit, governed),
+        1 - sum(own.memory.saved_by_unit.values()) / sum(full.memory.saved_by_unit.values()),
+    ]
+    counts = f"{len(plan.decisions):9d} {len(free):5d}"
+    return f"{space:12s} {model:28s} {counts}" + "".join(f"{share:10.1%}" for share in shares)
 
 
-def estimate(plan: SearchPlan, precision: Precision, trial: TrialSettings) -> StepEstimate:
+def sum_of_outputs(loss: Loss) -> Loss:
+    """Return a loss that calls the model as `loss` does and saves nothing of its own."""
+
+    def run(model: nn.Module, batch: Any) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        handle = model.register_forward_hook(lambda module, args, output: found.extend(tensors_of(output)))
+        loss(model, batch)
+        handle.remove()
+        return torch.stack([tensor.sum() for tensor in found if tensor.requires_grad]).sum()
+
+    return run
+
+
+def estimate(plan: SearchPlan, task: Task, precision: Precision, trial: TrialSettings) -> StepEstimate:
     """Estimate a step with every decision in `precision` that can be, and the code between them under autocast."""
     modules = {name: precision for d in plan.decisions for name in d.units if precision in d.choices}
-    return target_estimate(plan.task, Policy(default="autocast", dtype="fp16", modules=modules), trial)
+    return target_estimate(task, Policy(default="autocast", dtype="fp16", modules=modules), trial)
 
 
 def main() -> None:
-    print(f"{'space':12s} {'model':28s} {'decisions':>9s} {'free':>5s} {'time governed':>15s} {'bytes governed':>15s}")
+    print(f"{'':57s}{'time':>10s}{'saved bytes governed':>20s}{'loss':>10s}")
+    columns = ("governed", "of model", "of all", "of bytes")
+    print(f"{'space':12s} {'model':28s} {'decisions':>9s} {'free':>5s}" + "".join(f"{text:>10s}" for text in columns))
     for space in sys.argv[1:] or FAMILIES:
         print(describe(space), flush=True)
 

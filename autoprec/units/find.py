@@ -19,7 +19,7 @@ from autoprec.apply.writes import written_parameters
 from autoprec.errors import ApplyError
 from autoprec.policy import PRECISIONS, Policy, Precision, lies_in
 
-__all__ = ["Unit", "Units", "find_units", "Call", "undisturbed"]
+__all__ = ["Unit", "Units", "find_units", "Call", "tied_units", "undisturbed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +109,13 @@ def find_units(model: nn.Module, run: Callable[[nn.Module], Any], *, try_precisi
     Args:
         model: the model, in the mode that it trains in; without a policy.
         run: `run(model)` does one forward on a real batch, as the training does; what it returns is not looked at.
-        try_precisions: try each unit, forward and backward, in each precision, to take away what cannot run.
+        try_precisions: try each unit, forward and backward, in each precision, and units of different precisions
+            side by side, to take away what cannot run.
 
     Raises:
         Whatever `run` raises: a model that fails in FP32 has no units.
     """
+    from autoprec.units.mixtures import refused_in_mixtures
     from autoprec.units.trial_runs import refused_by_composites, refused_by_units
 
     structure = read_structure(model)
@@ -126,7 +128,10 @@ def find_units(model: nn.Module, run: Callable[[nn.Module], Any], *, try_precisi
         if try_precisions:
             refused |= refused_by_units({name: first[name] for name in unit_names})
             composites = refused_by_composites(structure, model, run, refused)
-    tied = _tied_units(structure, unit_names)
+            refused = refused_in_mixtures(structure, model, run, calls=first, refused=refused, composites=composites)
+            unit_names = [name for name in counted if name in refused]
+            composites = {n: r for n, r in composites.items() if not any(lies_in(n, unit) for unit in unit_names)}
+    tied = tied_units(structure, unit_names)
     for group in {tuple(name for name in names if name in refused) for names in tied.values() if names}:
         for precision, reason in {p: r for name in group for p, r in refused[name].items()}.items():
             for name in group:
@@ -205,7 +210,7 @@ def _governed(structure: Structure, called: set[str]) -> dict[str, str]:
     return governed
 
 
-def _tied_units(structure: Structure, unit_names: list[str]) -> dict[str, tuple[str, ...]]:
+def tied_units(structure: Structure, unit_names: list[str]) -> dict[str, tuple[str, ...]]:
     """Return for each unit what shares a parameter with it: units, and layers that hold it and are never called."""
     idle = [
         name

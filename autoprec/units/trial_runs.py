@@ -20,7 +20,7 @@ from autoprec.errors import ApplyError, PrecisionWarning
 from autoprec.policy import PRECISIONS, Policy, Precision
 from autoprec.units.find import Call, undisturbed
 
-__all__ = ["refused_by_units", "refused_by_composites", "map_tensors"]
+__all__ = ["refused_by_units", "refused_by_composites", "first_failure", "map_tensors", "MAX_ROUNDS"]
 
 LOW: tuple[Precision, ...] = tuple(precision for precision in PRECISIONS if precision != "fp32")
 MAX_ROUNDS = 16
@@ -30,6 +30,7 @@ MAX_ROUNDS = 16
 def refused_by_units(calls: Mapping[str, Call]) -> dict[str, dict[Precision, str]]:
     """Run each unit on its recorded input, forward and backward, in each precision.
 
+    Under autocast also on that input in half, which is what a neighbour in half hands it.
     Units of one class with the same settings and input shapes are tried once.
     """
     known: dict[Any, dict[Precision, str]] = {}
@@ -60,7 +61,7 @@ def refused_by_composites(
             name: "fp32" for name, reasons in refused.items() if precision in reasons and name
         }
         for _ in range(MAX_ROUNDS):
-            place = _first_failure(structure, model, run, Policy(default=precision, modules=pinned))
+            place = first_failure(structure, model, run, Policy(default=precision, modules=pinned))
             if place is None:
                 break
             name, reason = place
@@ -81,19 +82,21 @@ def _refused_precisions(call: Call) -> dict[Precision, str]:
     refused: dict[Precision, str] = {}
     for precision in LOW:
         reason = _failure(call, precision)
+        if reason is None and precision == "autocast" and (found := _failure(call, precision, half=True)) is not None:
+            reason = f"on a half input: {found}"
         if reason is not None:
             refused[precision] = reason
     return refused
 
 
-def _failure(call: Call, precision: Precision) -> str | None:
+def _failure(call: Call, precision: Precision, *, half: bool = False) -> str | None:
     module = call.module
     dtype = "bf16" if precision == "bf16" else "fp16"
     try:
         with undisturbed(module), _quietly(module, precision, call.args, call.kwargs):
             apply_policy(module, Policy(default=precision, dtype=dtype))
             try:
-                args, kwargs, inputs = _fresh_inputs(call)
+                args, kwargs, inputs = _fresh_inputs(call, half=half)
                 output = module.forward(*args, **kwargs)
                 _backward(output, [*inputs, *module.parameters()])
             finally:
@@ -105,7 +108,7 @@ def _failure(call: Call, precision: Precision) -> str | None:
     return None
 
 
-def _fresh_inputs(call: Call) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+def _fresh_inputs(call: Call, *, half: bool) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
     inputs: list[torch.Tensor] = []
 
     def fresh(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,7 +116,7 @@ def _fresh_inputs(call: Call) -> tuple[tuple[Any, ...], dict[str, Any], list[tor
         if copied.dtype in CASTABLE:
             copied.requires_grad_(True)
             inputs.append(copied)
-            return copied * 1
+            return (copied * 1).half() if half else copied * 1
         return copied
 
     return (
@@ -150,9 +153,10 @@ def _backward(output: Any, wrt: list[torch.Tensor]) -> None:
         torch.autograd.grad(torch.stack(outputs).sum(), wanted, allow_unused=True)
 
 
-def _first_failure(
+def first_failure(
     structure: Structure, model: nn.Module, run: Callable[[nn.Module], Any], policy: Policy
 ) -> tuple[str, str] | None:
+    """Run the model under a policy; return the innermost module that raised and why, None where nothing did."""
     root = structure.modules[""]
     try:
         with undisturbed(root), _quietly(root, policy.default, (), {}):
