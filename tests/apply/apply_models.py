@@ -13,6 +13,19 @@ from torch import nn
 from autoprec import Policy
 
 
+class Calls(nn.Module):
+    """A module around a function, with submodules as keywords."""
+
+    def __init__(self, function: Any, **parts: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
 class Residual(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()

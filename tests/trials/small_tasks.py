@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autoprec.tasks import Task
+from autoprec.trials import Outcome
 
 
 def batches(seed: int, *, num_batches: int = 6, size: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -176,3 +177,8 @@ def build_after_kills(path: str, num_kills: int) -> Task:
             counter.flush()
             os.kill(os.getpid(), signal.SIGKILL)
     return small_task()
+
+
+def comparable(outcome: Outcome) -> dict[str, Any]:
+    """Return what two equal trials have in common: all but the times."""
+    return outcome.model_dump(exclude={"wall_seconds", "step_seconds_here", "phase_seconds"})
