@@ -22,6 +22,7 @@ ORDER = [
     "units",
     "probes",
     "training",
+    "guard",
     "tasks",
     "estimates",
     "trials",
