@@ -12,7 +12,7 @@ from autoprec.apply import applied_policy, apply_policy, read_structure, remove_
 from autoprec.apply.plan import resolve_plan
 from autoprec.apply.structure import without_prefixes
 from autoprec.errors import ApplyError, PrecisionWarning, UsageError
-from autoprec.policy import Evidence, Policy, Precision, UnitEvidence
+from autoprec.policy import Evidence, Policy, Precision, UnitEvidence, lies_in
 
 __all__ = ["Mover", "exchange_policy", "free_path", "precision_of", "with_units_in_fp32"]
 
@@ -25,7 +25,7 @@ def with_units_in_fp32(policy: Policy, units: tuple[str, ...], *, reason: str) -
 
     def is_below(rule: str) -> bool:
         names = {rule, without_prefixes(rule)}
-        return any(name == unit or name.startswith(f"{unit}.") for unit in units for name in names)
+        return any(lies_in(name, unit) for unit in units for name in names)
 
     rules: dict[str, Precision] = {rule: p for rule, p in policy.modules.items() if not is_below(rule)}
     known = policy.evidence.units if policy.evidence is not None else {}
@@ -120,10 +120,6 @@ def _moved_together(model: nn.Module, unit: str) -> tuple[str, ...]:
         name
         for name, module in structure.modules.items()
         if any(id(parameter) in own for parameter in module._parameters.values())
-        and not any(_is_inside(name, alias) or _is_inside(alias, name) for alias in aliases)
+        and not any(lies_in(name, alias) or lies_in(alias, name) for alias in aliases)
     ]
     return tuple(dict.fromkeys([unit, *aliases, *(structure.governors.get(name, name) for name in sharing)]))
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return not other or name == other or name.startswith(f"{other}.")
