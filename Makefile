@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 SEARCH ?= --model resnet50 --n-trials 8
 
-.PHONY: search test lint types pytest test-families test-slow benchmarks clean
+.PHONY: search test lint types pytest test-families test-integrations test-slow benchmarks clean
 
 search: $(VENV)/.installed
 	$(BIN)/autoprec search $(SEARCH)
@@ -26,6 +26,11 @@ pytest: $(VENV)/.installed-dev
 test-families: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --editable ".[timm,hf]"
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/tasks/test_families.py
+
+# The frameworks that people train with, whose packages the other tests do without.
+test-integrations: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[lightning,accelerate,hf,timm]"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal tests/integrations
 
 # Heavier checks than the suite allows, and every figure that the documentation quotes.
 test-slow: $(VENV)/.installed-dev

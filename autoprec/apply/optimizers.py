@@ -12,7 +12,14 @@ import torch
 from autoprec.errors import ApplyError, PrecisionWarning
 from autoprec.policy import GradScalerSettings, OptimizerImplementation, Policy
 
-__all__ = ["IMPLEMENTATIONS", "build_optimizer", "build_grad_scaler", "PolicyGradScaler"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "PolicyGradScaler",
+    "build_grad_scaler",
+    "build_optimizer",
+    "configure_optimizer",
+    "grad_scaler_arguments",
+]
 
 IMPLEMENTATIONS: Mapping[OptimizerImplementation, Mapping[str, bool]] = {
     "foreach": {"foreach": True},
@@ -46,10 +53,28 @@ def build_optimizer(
             _warn(f"{key}={stated[0]!r} was asked for; the policy says {value!r}: keeping {stated[0]!r}")
     chosen = {key: value for key, value in wanted.items() if key in accepted and key not in settings}
     built = optimizer(params, **settings, **chosen)
-    if chosen:
-        own = [{key: group[key] for key in chosen} for group in built.param_groups]
-        built.register_load_state_dict_post_hook(lambda loaded: _keep_settings(loaded, own))
+    _keep_on_load(built, chosen)
     return built
+
+
+def configure_optimizer(policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Give an optimizer that somebody else built (a framework) the policy's eps, amsgrad and implementation, in place.
+
+    Unlike `build_optimizer`, whatever its groups say: who built it could not know the policy. A setting that the class
+    does not have is left out with a warning. May be called at any time, also after a state was loaded.
+    """
+    wanted = _optimizer_settings(policy)
+    missing = [key for key in wanted if key not in optimizer.defaults]
+    if missing:
+        named = ", ".join(f"{key}={wanted[key]!r}" for key in missing)
+        _warn(f"{type(optimizer).__name__} has no {' or '.join(missing)}: the policy's {named} is not used")
+    chosen = {key: value for key, value in wanted.items() if key not in missing}
+    for group in optimizer.param_groups:
+        group.update(chosen)
+        if chosen.get("amsgrad"):
+            _start_amsgrad(optimizer, group)
+    _keep_on_load(optimizer, chosen)
+    return optimizer
 
 
 def build_grad_scaler(policy: Policy, *, device: str | torch.device | None = None) -> PolicyGradScaler:
@@ -61,13 +86,18 @@ def build_grad_scaler(policy: Policy, *, device: str | torch.device | None = Non
     Raises:
         ApplyError: the device is not there (torch's own scaler would switch itself off with no more than a warning).
     """
+    return PolicyGradScaler(**grad_scaler_arguments(policy, device=device))
+
+
+def grad_scaler_arguments(policy: Policy, *, device: str | torch.device | None = None) -> dict[str, Any]:
+    """Return what torch's `GradScaler` takes for the policy; arguments and errors are those of `build_grad_scaler`."""
     if device is None:
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
     kind = torch.device(device).type
     if kind == "cuda" and not torch.cuda.is_available():
         raise ApplyError("a grad scaler for 'cuda' was asked for and no CUDA device is there; allowed here: 'cpu'")
     settings = policy.grad_scaler or GradScalerSettings()
-    return PolicyGradScaler(kind, enabled=policy.needs_grad_scaler, **settings.model_dump())
+    return {"device": kind, "enabled": policy.needs_grad_scaler, **settings.model_dump()}
 
 
 class PolicyGradScaler(torch.amp.GradScaler):
@@ -91,6 +121,13 @@ class PolicyGradScaler(torch.amp.GradScaler):
         if changed:
             message = f"kept the policy's grad scaler settings: {', '.join(changed)}"
             warnings.warn(message, PrecisionWarning, stacklevel=2)
+
+
+def _keep_on_load(optimizer: torch.optim.Optimizer, chosen: Mapping[str, Any]) -> None:
+    """Let a state dict that is loaded later leave the chosen settings as they are."""
+    if chosen:
+        own = [{key: group[key] for key in chosen} for group in optimizer.param_groups]
+        optimizer.register_load_state_dict_post_hook(lambda loaded: _keep_settings(loaded, own))
 
 
 def _groups(params: list[Any]) -> list[dict[str, Any]]:

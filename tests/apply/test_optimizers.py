@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autoprec import Policy, apply_policy, build_grad_scaler, build_optimizer, remove_policy
-from autoprec.apply import portability
+from autoprec.apply import configure_optimizer, portability
 from autoprec.errors import ApplyError, PrecisionWarning
 
 POLICY = Policy(optimizer={"eps": 1e-6, "amsgrad": True})
@@ -203,3 +203,22 @@ def scripted() -> torch.jit.ScriptModule:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.jit.script(nn.Linear(2, 2))
+
+
+def test_an_optimizer_that_a_framework_built_gets_the_policys_settings_whatever_its_groups_say() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = stepped(torch.optim.AdamW([{"params": model.parameters(), "eps": 1e-3}], lr=0.1), model)
+    old = optimizer.state_dict()
+    assert configure_optimizer(POLICY, optimizer) is optimizer
+    group = optimizer.param_groups[0]
+    assert (group["eps"], group["amsgrad"], group["lr"]) == (1e-6, True, 0.1)
+    assert all("max_exp_avg_sq" in optimizer.state[parameter] for parameter in model.parameters())
+    old["param_groups"][0]["amsgrad"] = False
+    with pytest.warns(PrecisionWarning, match="amsgrad False -> True"):
+        optimizer.load_state_dict(old)
+    stepped(optimizer, model)
+
+
+def test_a_built_optimizer_without_a_setting_is_told_once() -> None:
+    with pytest.warns(PrecisionWarning, match=r"SGD has no eps or amsgrad: the policy's eps=1e-06, amsgrad=True is"):
+        configure_optimizer(POLICY, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
