@@ -95,7 +95,20 @@ def all_end(mark: str, *, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while processes(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not processes(mark)
+    left = processes(mark)
+    for pid, parent in left.items():
+        print(f"still there: {describe_process(pid)}, child of {describe_process(parent)}", file=sys.stderr, flush=True)
+    return not left
+
+
+def describe_process(pid: int) -> str:
+    """Return what the system says of a process: its state, its command, what the kernel has it wait for."""
+    told = [str(pid)]
+    for name in ("stat", "cmdline", "wchan"):
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{pid}/{name}").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            told.append(text.rpartition(")")[2].split()[0] if name == "stat" else text[:200])
+    return " ".join(told)
 
 
 def finished_trials(folder: Path) -> dict[int, Any]:

@@ -308,3 +308,47 @@ def test_the_process_dies_with_its_parent_in_the_middle_of_a_trial(tmp_path: Pat
         parent.send_signal(how)
         assert parent.wait(30) == -how
         assert ends_within(pid, seconds=5)
+
+
+SLOW_TO_LOAD = """
+import importlib, os, time
+load_at_once = importlib.import_module
+def load(name, package=None):
+    if not name.startswith("autoprec."):
+        return load_at_once(name, package)
+    with open({file!r}, "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(600)
+importlib.import_module = load
+"""
+WHILE_LOADING = """
+import multiprocessing, time
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["slow_to_load", "autoprec.trials.preload"])
+from multiprocessing.forkserver import ensure_running
+ensure_running()
+time.sleep(600)
+"""
+
+
+def test_the_fork_server_dies_with_its_parent_while_it_loads(tmp_path: Path) -> None:
+    (tmp_path / "slow_to_load.py").write_text(SLOW_TO_LOAD.format(file=str(tmp_path / "pid")))
+    script = tmp_path / "script.py"
+    script.write_text(WHILE_LOADING)
+    places = os.pathsep.join([str(tmp_path), *sys.path])
+    with subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": places}) as parent:
+        try:
+            server = first_number_in(tmp_path / "pid", seconds=30)
+            assert is_running(server)
+        finally:
+            parent.kill()
+    assert ends_within(server, seconds=5)
+
+
+def first_number_in(file: Path, *, seconds: float) -> int:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if file.exists() and file.read_text():
+            return int(file.read_text())
+        time.sleep(0.05)
+    raise AssertionError(f"{file.name} was not written within {seconds:g} s")
