@@ -24,6 +24,13 @@ class GuardedGradScaler(PolicyGradScaler):
         super().__init__(**arguments)
         self.guard = guard if guard is not None else ScaleGuard()
         self.num_updates = 0
+        self._unscaled: set[int] = set()
+
+    def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the optimizer's gradients, unless that was done since the last `update`: whoever asks first."""
+        if id(optimizer) not in self._unscaled:
+            self.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Update the scale as torch does.
@@ -33,6 +40,7 @@ class GuardedGradScaler(PolicyGradScaler):
         """
         before = self.get_scale()
         super().update(new_scale)
+        self._unscaled.clear()
         self.num_updates += 1
         if self.is_enabled():
             self.guard.check(step=self.num_updates, scale=self.get_scale(), skipped=self.get_scale() < before)
@@ -49,23 +57,18 @@ def build_guarded_scaler(policy: Policy, *, device: torch.device) -> GuardedGrad
 
 
 class ScaledSteps:
-    """What a framework's own step does with the scaler; without one everything passes through.
-
-    Gradients are unscaled once a step, whoever asks first: a clipping of the user's own or the step itself.
-    """
+    """What a framework's own step does with the scaler; without one everything passes through."""
 
     def __init__(self, scaler: GuardedGradScaler | None) -> None:
         self.scaler = scaler
-        self._unscaled: set[int] = set()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale the optimizer's gradients, unless that was done since its last step."""
-        if self.scaler is not None and id(optimizer) not in self._unscaled and _has_gradients(optimizer):
-            self.scaler.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
+        """Unscale the optimizer's gradients before a clipping, once a step."""
+        if self.scaler is not None and _has_gradients(optimizer):
+            self.scaler.unscale_once(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, **arguments: Any) -> Any:
         """Step the optimizer and update the scale; without any gradient there is nothing to check or update.
@@ -81,8 +84,7 @@ class ScaledSteps:
                 f"{type(optimizer).__name__} evaluates the loss in a closure, which a grad scaler does not support;"
                 " use a policy without FP16 or another optimizer"
             )
-        self.unscale(optimizer)
-        self._unscaled.discard(id(optimizer))
+        self.scaler.unscale_once(optimizer)
         output = self.scaler.step(optimizer, **arguments)
         self.scaler.update()
         return output

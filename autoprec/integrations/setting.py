@@ -96,7 +96,7 @@ class PolicySetting:
                 "torch.autocast is on around the training step: a second precision setting; the policy brings its own"
                 " autocast where it wants it"
             )
-        if not self._emulates_on(device):
+        if not self.emulates_on(device):
             return nullcontext()
         self._tell()
         return emulate()
@@ -110,7 +110,8 @@ class PolicySetting:
         with suspend_policy(unwrap(model)):
             yield
 
-    def _emulates_on(self, device: torch.device) -> bool:
+    def emulates_on(self, device: torch.device) -> bool:
+        """Whether a forward on the device is emulated."""
         wanted = "fp16" in self.policy.low_precisions if self.emulates is None else self.emulates
         return wanted and device.type == "cpu" and bool(self.policy.low_precisions)
 
