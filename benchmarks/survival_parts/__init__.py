@@ -1,0 +1,1 @@
+"""The parts of benchmarks/survival.py: each tries one promise out and prints a figure for it."""
