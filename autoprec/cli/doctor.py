@@ -49,10 +49,11 @@ def _doctor(
 def _examine(task: TaskOptions, policy: Policy | None, num_steps: int) -> Observations:
     from autoprec.doctor import examine
     from autoprec.tasks import Task
-    from autoprec.tasks.source import load_function
+    from autoprec.tasks.loading import load_function
+    from autoprec.tasks.source import source_named
 
     settings = task.trial_settings()
-    if task.task is None:
+    if task.task is None or source_named(task.task).kind != "function":
         built = task.build_task(None if policy is None else policy.training)
         return examine(built, policy=policy, settings=settings, num_steps=num_steps)
     function, options = load_function(task.task), task.training_options()

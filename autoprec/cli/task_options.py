@@ -34,7 +34,12 @@ class TaskOptions:
     """What a person said of the task, of the seed and of the devices; one field an option."""
 
     task: Annotated[
-        str | None, option("Your own: path/to/file.py:function or package.module:function; it runs.", "--task")
+        str | None,
+        option(
+            "Your own: path/to/file.py:function or package.module:function; it runs. Before it lightning: or trainer: "
+            "where it returns those.",
+            "--task",
+        ),
     ] = None
     model: Annotated[
         str,
@@ -90,12 +95,12 @@ class TaskOptions:
         Raises:
             UsageError, TaskError: as the task's own builder.
         """
-        from autoprec.tasks.source import TaskSource
+        from autoprec.tasks.source import TaskSource, source_named
 
         found = {} if training is None else training.model_dump(mode="json", include=set(training.changed))
         options = found | self.training_options()
         if self.task is not None:
-            return TaskSource("function", {"name": self.task}, options).build()
+            return source_named(self.task, options).build()
         given = dataclasses.asdict(self)
         for name in ("task", "device", "gpu", "compile", "compile_backend", *TRAINING_OPTIONS):
             del given[name]

@@ -16,8 +16,8 @@ from autoprec.emulation import emulate
 from autoprec.errors import AutoprecError, TaskError
 from autoprec.policy import Policy
 from autoprec.tasks.batches import BatchStream
+from autoprec.tasks.loading import explain
 from autoprec.tasks.protocol import Task
-from autoprec.tasks.source import explain
 from autoprec.training import TrainingStep, low_precision_parameters
 from autoprec.trials.building import build_model, build_schedulers, build_task_optimizers, prepare_batch
 from autoprec.trials.isolation import isolated, seed_everything

@@ -39,7 +39,7 @@ def code_digest(task: Task) -> str | None:
     packages and of Python itself are left out (their versions count), and so are tasks by name, whose settings say
     all; what else decides the numbers belongs into `Task.settings`.
     """
-    if task.source is not None and task.source.kind != "function":
+    if task.source is not None and not task.source.is_own:
         return None
     walk = _Walk()
     for part in _parts(task):
@@ -54,7 +54,7 @@ def code_digest(task: Task) -> str | None:
 
 
 def _parts(task: Task) -> Iterable[Any]:
-    if task.source is not None and task.source.kind == "function":
+    if task.source is not None and task.source.is_own:
         yield _function_of(task.source.arguments["name"])
     values = [getattr(task, name) for name in _CODE_FIELDS]
     if task.target is not None:

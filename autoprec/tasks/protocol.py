@@ -13,7 +13,7 @@ from autoprec.errors import TaskError
 from autoprec.tasks.options import training_options
 from autoprec.tasks.source import TaskSource
 
-__all__ = ["Batch", "Batches", "BuildOptimizer", "Loss", "OneShot", "Task", "TargetShape"]
+__all__ = ["Batch", "Batches", "BuildOptimizer", "Loss", "OneShot", "OptimizersOfModel", "Task", "TargetShape"]
 
 Batch = Any
 """Whatever the task's own loss takes: a tensor, tuple, dict, named tuple or dataclass of tensors."""
@@ -30,6 +30,16 @@ Loss = Callable[[nn.Module, Batch], torch.Tensor]
 
 BuildOptimizer = Callable[..., torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 """A class such as `torch.optim.AdamW`, or a function from parameters to an optimizer, or to several."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizersOfModel:
+    """A `Task.optimizer` that is called with the model itself instead of its parameters, as frameworks build theirs."""
+
+    build: Callable[[nn.Module], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+
+    def __call__(self, model: nn.Module) -> torch.optim.Optimizer | Sequence[torch.optim.Optimizer]:
+        return self.build(model)
 
 
 class OneShot:
@@ -87,7 +97,8 @@ class Task:
         metric_name: what `accuracy` in the study means for this task.
         metric_direction: "maximize" or "minimize" (a metric to minimize is stored negated).
         optimizer: a class such as `torch.optim.AdamW`, or a function from parameters to an optimizer (or to several
-            that share the loss); with `losses` also a mapping from the same names to classes or functions.
+            that share the loss); with `losses` also a mapping from the same names to classes or functions. An
+            `OptimizersOfModel` is called with the model.
         optimizer_settings: keyword arguments of a class (lr, weight_decay ...).
         scheduler: `scheduler(optimizer, num_steps)` -> a scheduler stepped after each step that was taken; called for
             each optimizer.

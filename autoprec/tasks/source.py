@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib
-import importlib.util
-import inspect
-import random
+import functools
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoprec.errors import AutoprecError, TaskError, UsageError, did_you_mean
+from autoprec.errors import TaskError, UsageError
+from autoprec.tasks.loading import call_own, fixed_seed, load_function, shown_name
 
 if TYPE_CHECKING:
     from autoprec.tasks.protocol import Task
 
-__all__ = ["TaskSource", "call_task_function", "explain", "resolve_task", "source_of", "with_source"]
+__all__ = ["TaskSource", "call_task_function", "resolve_task", "source_named", "source_of", "with_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +27,8 @@ class TaskSource:
     Attributes:
         kind: "named" calls `named_task(**arguments)`, "vision" `vision_task(**arguments)`; "function" calls the
             function that `arguments["name"]` names,
-            `path/to/file.py:function` or `package.module:function`, with `arguments["arguments"]` where given.
+            `path/to/file.py:function` or `package.module:function`, with `arguments["arguments"]` where given;
+            "lightning" and "trainer" make a task of what such a function returns.
         arguments: JSON values. They may hold paths: a source is sent to a worker and never written to a file.
         options: fields of the task that are set whatever its builder says (training options); JSON values.
     """
@@ -39,6 +36,11 @@ class TaskSource:
     kind: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the task is a function of the user's, not one by name."""
+        return self.kind not in ("named", "vision")
 
     def build(self) -> Task:
         """Build the task.
@@ -73,8 +75,24 @@ def _build_vision(arguments: Mapping[str, Any]) -> Task:
 
 def _build_from_function(arguments: Mapping[str, Any]) -> Task:
     name = arguments["name"]
-    task = call_task_function(load_function(name), arguments.get("arguments", {}), name=_shown(name))
+    task = call_task_function(load_function(name), arguments.get("arguments", {}), name=shown_name(name))
     return task if task.source is not None else with_source(task, TaskSource("function", dict(arguments)))
+
+
+def _build_from_lightning(arguments: Mapping[str, Any]) -> Task:
+    from autoprec.tasks.lightning_modules import lightning_task
+
+    return lightning_task(load_function(arguments["name"]), name=shown_name(arguments["name"]))
+
+
+def _build_from_trainer(arguments: Mapping[str, Any]) -> Task:
+    from autoprec.tasks.transformers_trainer import trainer_task
+
+    return trainer_task(load_function(arguments["name"]), name=shown_name(arguments["name"]))
+
+
+def _build_from_framework(kind: str, build: Callable[[Mapping[str, Any]], Task], arguments: Mapping[str, Any]) -> Task:
+    return with_source(build(arguments), TaskSource(kind, dict(arguments)))
 
 
 def call_task_function(function: Callable[..., Any], arguments: Mapping[str, Any], *, name: str) -> Task:
@@ -87,38 +105,11 @@ def call_task_function(function: Callable[..., Any], arguments: Mapping[str, Any
     """
     from autoprec.tasks.protocol import Task
 
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        given = f"with {', '.join(arguments)}" if arguments else "without arguments"
-        raise TaskError(f"{name}: it is called {given}, and its signature does not allow that: {error}") from None
-    try:
-        with _fixed_seed():
-            task = function(**arguments)
-    except AutoprecError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise TaskError(f"{name} {explain(error)}") from error
+    with fixed_seed():
+        task = call_own(function, arguments, name=name)
     if not isinstance(task, Task):
         raise TaskError(f"{name} returned {type(task).__name__}; an autoprec.Task is needed")
     return task
-
-
-@contextlib.contextmanager
-def _fixed_seed() -> Iterator[None]:
-    import numpy as np
-    import torch
-
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            random.seed(0)
-            np.random.seed(0)
-            torch.manual_seed(0)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def resolve_task(task: Task | str | Callable[[], Task]) -> Task:
@@ -132,12 +123,24 @@ def resolve_task(task: Task | str | Callable[[], Task]) -> Task:
     if isinstance(task, Task):
         return task
     if isinstance(task, str):
-        return TaskSource("function", {"name": task}).build()
+        return source_named(task).build()
     if not callable(task):
         raise UsageError(f"the task is {type(task).__name__}; an autoprec.Task, its name or the function is needed")
     source = source_of(task)
     made = call_task_function(task, {}, name=getattr(task, "__qualname__", type(task).__name__))
     return with_source(made, source) if made.source is None and source is not None else made
+
+
+def source_named(name: str, options: Mapping[str, Any] | None = None) -> TaskSource:
+    """Return the source of a task by the name that a person gives it.
+
+    `path/to/file.py:function` or `package.module:function`; before it `lightning:` where the function returns a
+    LightningModule and its DataModule, `trainer:` where it returns a Trainer of transformers.
+    """
+    kind, _, rest = name.partition(":")
+    if kind in FRAMEWORKS and ":" in rest:
+        return TaskSource(kind, {"name": rest}, options or {})
+    return TaskSource("function", {"name": name}, options or {})
 
 
 def source_of(function: Callable[..., Any]) -> TaskSource | None:
@@ -166,108 +169,7 @@ _BUILDERS: dict[str, Callable[[Mapping[str, Any]], Task]] = {
     "named": _build_named,
     "vision": _build_vision,
     "function": _build_from_function,
+    "lightning": functools.partial(_build_from_framework, "lightning", _build_from_lightning),
+    "trainer": functools.partial(_build_from_framework, "trainer", _build_from_trainer),
 }
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """Load `path/to/file.py:function` or `package.module:function`; the file or module runs.
-
-    Raises:
-        UsageError: no such file, module or function.
-    """
-    place, colon, function_name = name.rpartition(":")
-    if not colon or not place or not function_name:
-        raise UsageError(f"task {name!r}: path/to/file.py:function or package.module:function is needed")
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    function = getattr(module, function_name, None)
-    if type(function).__name__ == "Task":
-        raise UsageError(
-            f"{_shown(place)}: {function_name!r} is a Task; a function that makes it is needed, since every process"
-            " that runs trials makes its own"
-        )
-    if not callable(function):
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UsageError(f"{_shown(place)} has no function {function_name!r}{did_you_mean(function_name, names)}")
-    return function  # type: ignore[no-any-return]
-
-
-def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        beside = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise UsageError(f"task file {path.name!r}: there is no such file{did_you_mean(path.name, beside)}")
-    name = f"autoprec_task_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"task file {path.name!r} cannot be loaded as a Python module")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    with _first_on_path(str(path.parent.resolve())):
-        try:
-            spec.loader.exec_module(module)
-        except BaseException as error:
-            sys.modules.pop(name, None)
-            if isinstance(error, KeyboardInterrupt | AutoprecError):
-                raise
-            raise TaskError(f"task file {path.name} {explain(error)}{_place(error, path)}") from error
-    return module
-
-
-@contextlib.contextmanager
-def _first_on_path(folder: str) -> Iterator[None]:
-    """Find modules beside the file first while it runs, and last from then on: its functions may import later."""
-    known = folder in sys.path
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
-        if not known:
-            sys.path.append(folder)
-
-
-def _place(error: BaseException, path: Path) -> str:
-    """Return " (line N)" for the last line of the file that the error passed through."""
-    if isinstance(error, SyntaxError):
-        return f" (line {error.lineno})"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
-    return f" (line {lines[-1]})" if lines else ""
-
-
-def _load_module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-            raise TaskError(f"task module {name} {explain(error)}") from error
-        raise UsageError(f"task module {name!r}: there is no module {error.name!r}") from None
-    except AutoprecError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise TaskError(f"task module {name} {explain(error)}") from error
-
-
-_PACKAGES = {
-    "sklearn": "scikit-learn",
-    "PIL": "pillow",
-    "cv2": "opencv-python",
-    "yaml": "pyyaml",
-    "skimage": "scikit-image",
-}
-
-
-def explain(error: BaseException) -> str:
-    """Say in one line what the user's code did: "raised KeyError: 'x'"; for a missing module, how to install it."""
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        top = error.name.partition(".")[0]
-        return f"needs the module {error.name!r}, which is not installed: pip install {_PACKAGES.get(top, top)}"
-    if isinstance(error, SyntaxError):
-        return f"is not Python: {error.msg}"
-    text = str(error).strip()
-    if text.startswith("Caught ") and " in DataLoader worker process" in text:
-        return f"raised {text.splitlines()[-1]} (in a worker process of the DataLoader)"
-    return f"raised {type(error).__name__}: {text.splitlines()[0]}" if text else f"raised {type(error).__name__}"
-
-
-def _shown(place: str) -> str:
-    return place.rpartition("/")[2]
+FRAMEWORKS = ("lightning", "trainer")

@@ -14,7 +14,7 @@ from autoprec.errors import ApplyError, TaskError, did_you_mean
 from autoprec.policy import Policy
 from autoprec.tasks.batches import map_tensors, move_batch, open_batches
 from autoprec.tasks.options import implementation_settings, training_options
-from autoprec.tasks.protocol import Batch, Task
+from autoprec.tasks.protocol import Batch, OptimizersOfModel, Task
 from autoprec.training import low_precision_parameters, needs_closure
 
 __all__ = [
@@ -105,7 +105,8 @@ def build_task_optimizers(task: Task, policy: Policy, model: nn.Module) -> list[
             submodule that is not there.
     """
     if not task.losses:
-        return _build_optimizers(task, policy, task.optimizer, list(model.parameters()))
+        of_model = isinstance(task.optimizer, OptimizersOfModel)
+        return _build_optimizers(task, policy, task.optimizer, model if of_model else list(model.parameters()))
     optimizers = []
     for name in task.losses:
         build = task.optimizer[name] if isinstance(task.optimizer, Mapping) else task.optimizer
@@ -130,12 +131,12 @@ def _submodule(task: Task, model: nn.Module, name: str) -> nn.Module:
 
 
 def _build_optimizers(
-    task: Task, policy: Policy, build: Any, parameters: list[nn.Parameter]
+    task: Task, policy: Policy, build: Any, parameters: list[nn.Parameter] | nn.Module
 ) -> list[torch.optim.Optimizer]:
     if isinstance(build, type):
         kind = cast("type[torch.optim.Optimizer]", build)
         settings = {**task.optimizer_settings, **implementation_settings(task, build)}
-        optimizers = [build_optimizer(policy, kind, parameters, **settings)]
+        optimizers = [build_optimizer(policy, kind, cast("list[nn.Parameter]", parameters), **settings)]
     else:
         implementation_settings(task, build)
         built = build(parameters)

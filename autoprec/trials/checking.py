@@ -17,8 +17,8 @@ from autoprec.errors import ApplyError, AutoprecError, StudyError, TaskError
 from autoprec.estimates.fakes import loss_of_fakes
 from autoprec.policy import Policy
 from autoprec.tasks.batches import BatchStream, count_samples, describe_loader, open_batches, tensors_of
+from autoprec.tasks.loading import explain
 from autoprec.tasks.protocol import Batch, Batches, OneShot, TargetShape, Task
-from autoprec.tasks.source import explain
 from autoprec.training import StepResult, TrainingStep, list_dtypes, low_precision_parameters
 from autoprec.trials.building import build_model, build_schedulers, build_task_optimizers, prepare_batch
 from autoprec.trials.evaluation import evaluating, loss_and_metric
@@ -311,7 +311,7 @@ class _Check:
         Tasks by name are spared: their targets are tested.
         """
         task, target = self.task, self.task.target
-        if target is None or (task.source is not None and task.source.kind != "function"):
+        if target is None or (task.source is not None and not task.source.is_own):
             return
         batch = self.call("target.make_batch()", target.make_batch)
         number = self._count_samples("target.make_batch()", batch)

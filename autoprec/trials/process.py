@@ -87,7 +87,7 @@ def _answer(parent: connection.Connection, task: Any, message: dict[str, Any], h
 
 def _called(task: Any, message: dict[str, Any]) -> dict[str, Any]:
     """Call the named function with the task; an exception is an answer."""
-    from autoprec.tasks.source import load_function
+    from autoprec.tasks.loading import load_function
 
     try:
         return {"value": load_function(message["call"])(task, **message["arguments"])}

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from autoprec.errors import StudyError, TaskError
 from autoprec.policy import Policy
+from autoprec.tasks.loading import load_function
 from autoprec.tasks.protocol import Task
-from autoprec.tasks.source import TaskSource, load_function
+from autoprec.tasks.source import TaskSource
 from autoprec.trials.outcome import EndKind, Outcome, TrialSettings
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 from autoprec.cli import main
 from autoprec.doctor import diagnose, examine
 from autoprec.policy import Policy
-from autoprec.tasks.source import load_function
+from autoprec.tasks.loading import load_function
 
 SYMPTOMS = Path(__file__).parents[2] / "examples" / "symptoms"
 TROUBLES = {

@@ -19,7 +19,8 @@ import torch
 from autoprec.errors import TaskError, UsageError
 from autoprec.tasks import Task, TaskSource
 from autoprec.tasks.code import code_digest
-from autoprec.tasks.source import explain, resolve_task, source_of
+from autoprec.tasks.loading import explain
+from autoprec.tasks.source import resolve_task, source_of
 
 FILE = """
 from autoprec.tasks import Task
