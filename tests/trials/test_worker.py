@@ -13,17 +13,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from small_tasks import build
+from small_tasks import build, comparable
 
 from autoprec.errors import StudyError, TaskError
 from autoprec.policy import Policy
 from autoprec.tasks import TaskSource
 from autoprec.tasks.code import code_digest
-from autoprec.trials import InlineWorker, Outcome, TrialSettings, Worker, child
+from autoprec.trials import InlineWorker, TrialSettings, Worker, child
 
 FP32 = Policy(default="fp32")
 BF16 = Policy(default="autocast", dtype="bf16")
@@ -34,10 +33,6 @@ FILE = Path(__file__).with_name("small_tasks.py")
 def source(fault: str = "none", *, function: str = "build") -> TaskSource:
     arguments = {"fault": fault} if function == "build" else {}
     return TaskSource("function", {"name": f"{FILE}:{function}", "arguments": arguments})
-
-
-def numbers(outcome: Outcome) -> dict[str, Any]:
-    return outcome.model_dump(exclude={"wall_seconds", "step_seconds_here", "phase_seconds"})
 
 
 def is_running(pid: int) -> bool:
@@ -67,10 +62,10 @@ def test_a_trial_in_the_worker_equals_one_in_this_process(healthy: Worker) -> No
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the worker: sums depend on how they are split
     try:
-        here = numbers(InlineWorker(build()).run(FP32, SHORT))
+        here = comparable(InlineWorker(build()).run(FP32, SHORT))
     finally:
         torch.set_num_threads(num_threads)
-    assert numbers(healthy.run(FP32, SHORT)) == here
+    assert comparable(healthy.run(FP32, SHORT)) == here
 
 
 def test_a_function_is_called_with_the_task_in_the_worker_as_here(healthy: Worker) -> None:
@@ -99,7 +94,7 @@ def test_the_process_is_kept_between_trials(healthy: Worker) -> None:
     ],
 )
 def test_a_process_that_hangs_or_dies_is_replaced(healthy: Worker, fault: str, kind: str, message: str) -> None:
-    expected = numbers(healthy.run(FP32, SHORT))
+    expected = comparable(healthy.run(FP32, SHORT))
     with Worker(source(fault), num_threads=1) as worker:
         worker.start()
         pid = worker.pid
@@ -116,20 +111,20 @@ def test_a_process_that_hangs_or_dies_is_replaced(healthy: Worker, fault: str, k
         if fault == "abort":
             assert "about to abort" in outcome.stderr_tail
         assert not is_running(pid)
-        assert numbers(worker.run(FP32, SHORT)) == expected
+        assert comparable(worker.run(FP32, SHORT)) == expected
 
 
 @pytest.mark.parametrize("who", ["the process", "the fork server"])
 def test_what_somebody_else_ended_is_run_once_more(who: str) -> None:
     with Worker(source("always:slow"), num_threads=1) as worker:
-        expected = numbers(worker.run(FP32, SHORT))
+        expected = comparable(worker.run(FP32, SHORT))
         pid = worker.pid
         assert pid is not None
         victim = (
             pid if who == "the process" else int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         )
         threading.Timer(0.1, os.kill, (victim, signal.SIGKILL)).start()
-        assert numbers(worker.run(FP32, SHORT)) == expected
+        assert comparable(worker.run(FP32, SHORT)) == expected
         assert worker.pid not in (None, pid)
 
 
