@@ -198,16 +198,24 @@ def _why_open(better: Sequence[Candidate], verification: Verification) -> str:
     would = f"{_and(better)} would use less memory or time, but"
     if not verification.verdicts:
         return f"{would} nothing is verified yet"
-    provable, needed = verification.provable_margin, verification.num_seeds_needed
+    provable, needed, margin = verification.provable_margin, verification.num_seeds_needed, verification.proof.margin
+    runs = f"{verification.num_seeds} seeds of {verification.proof.num_steps} steps"
+    noise = "" if verification.noise is None else f"; FP32 against itself differs by {verification.noise:.3f}"
+    if provable is not None and provable < margin:
+        return (
+            f"{would} {runs} leave open whether accuracy stays within {margin:g} of FP32"
+            f"{_mean_differences(better, verification)}; an equal one would have been proved{noise}"
+        )
     could = "" if provable is None else f" (the smallest margin it could prove is {provable:.3f})"
-    noise = ""
-    if verification.noise is not None:
-        seeds = "more than 1000" if needed is None else f"about {needed}"
-        noise = f"; FP32 against itself differs by {verification.noise:.3f}, which needs {seeds} seeds"
-    return (
-        f"{would} {verification.num_seeds} seeds of {verification.proof.num_steps} steps cannot prove a margin of "
-        f"{verification.proof.margin:g}{could}{noise}"
-    )
+    if noise:
+        noise += f", which needs {'more than 1000' if needed is None else f'about {needed}'} seeds"
+    return f"{would} {runs} cannot prove a margin of {margin:g}{could}{noise}"
+
+
+def _mean_differences(candidates: Sequence[Candidate], verification: Verification) -> str:
+    verdicts = [verification.verdicts.get(c.name) for c in candidates]
+    means = [f"{v.difference.mean:+.4f}" for v in verdicts if v is not None and v.difference is not None]
+    return f" (mean difference {', '.join(means)})" if means else ""
 
 
 def _main_clause(
