@@ -30,7 +30,7 @@ test-families: $(VENV)/.installed-dev
 # The frameworks that people train with, whose packages the other tests do without.
 test-integrations: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --editable ".[lightning,accelerate,hf,timm]"
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal tests/integrations
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS) --dist worksteal tests/integrations
 
 # Heavier checks than the suite allows, and every figure that the documentation quotes.
 test-slow: $(VENV)/.installed-dev

@@ -119,7 +119,8 @@ class PolicyPrecision(_PolicyPlugin, Precision):
         target = self._find(inner)
         self._applied_here = self.setting.install(target)
         self._target = target
-        self._start_scaler(device_of(target))
+        if self.scaler is None:  # one for all that this Trainer does: a checkpoint after a validation has it still
+            self._start_scaler(device_of(target))
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
                 configure_optimizer(self.policy, optimizer)
@@ -128,7 +129,6 @@ class PolicyPrecision(_PolicyPlugin, Precision):
     def teardown(self) -> None:
         """Take off the policy that `connect` applied."""
         target, self._target = self._target, None
-        self._state = {}
         if target is not None and self._applied_here:
             self._applied_here = False
             remove_policy(target)

@@ -131,6 +131,8 @@ def test_the_policys_scaler_and_optimizer_settings_are_used_and_the_model_is_bar
     assert plugin.scaler is not None
     assert plugin.scaler.get_scale() == 2.0**16  # 2**14, doubled at 20 and 40 good steps
     assert applied_policy(module.model) is None
+    fit.validate(module, loader(), verbose=False)
+    assert plugin.state_dict()["grad_scaler"]["scale"] == 2.0**16
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
