@@ -75,7 +75,7 @@ class _Layout:
         parents = [self.structure.calling_parent(alias) for alias in self.structure.names[id(module)]]
         return (
             any(parent is None or self.plan.precision(parent) != precision for parent in parents)
-            or ("" in parents and precision == "autocast" and self._is_called_from_outside(name))
+            or ("" in parents and precision != "fp32" and self._is_called_from_outside(name))
             or bool(self._own(name, module))
             or self._runs_needed(name, module)
             or self._protects_losses(name, module)

@@ -46,6 +46,26 @@ def test_a_part_called_from_outside_computes_in_its_precision() -> None:
         assert encoded.dtype is FULL
 
 
+def test_code_between_the_units_of_a_part_called_from_outside_is_in_its_precision() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            self.sum = hidden + x
+            return self.second(self.sum)
+
+    for precision, dtype in (("fp16", HALF), ("bf16", BFLOAT), ("fp32", FULL)):
+        model = nn.Module()
+        model.part = Residual()
+        apply_policy(model, Policy(default=precision))
+        with emulate():
+            assert model.part(torch.ones(1, 4)).dtype is FULL
+        assert model.part.sum.dtype is dtype
+
+
 @pytest.mark.parametrize("precision", ["autocast", "fp16"])
 @pytest.mark.parametrize("container", [False, True], ids=["model", "ModuleDict"])
 def test_a_loss_of_parts_called_from_outside_is_fp32(precision: Precision, container: bool) -> None:

@@ -15,13 +15,19 @@ pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 pytest.importorskip("accelerate", reason="the extra `accelerate` is not installed")
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+)
 
 import autoprec
 from autoprec import Policy
 from autoprec.apply import applied_policy
 from autoprec.errors import ApplyError, PrecisionWarning
-from autoprec.integrations.trainer import PolicyTrainer
+from autoprec.integrations.trainer import PolicyTrainer, PolicyTraining
 from autoprec.probes.dtypes import watch_dtypes
 from autoprec.tasks.text import topic_batches
 from autoprec.training import ScaleCollapsedError, TrainingStep
@@ -278,3 +284,16 @@ def test_a_scale_that_runs_to_zero_ends_the_training(tmp_path: Path) -> None:
         net.bert.encoder.layer[0].output.dense.weight.mul_(1e9)
     with pytest.raises(ScaleCollapsedError, match="loss scale collapsed at step"):
         trainer(tmp_path, net=net).train()
+
+
+def test_another_trainer_takes_the_policy_from_the_class_before_it(tmp_path: Path) -> None:
+    class Mine(PolicyTraining, Seq2SeqTrainer):
+        pass
+
+    args = Seq2SeqTrainingArguments(**arguments(tmp_path, max_steps=2).to_dict() | {"use_cpu": True})
+    run = Mine(policy=POLICY, model=model(), args=args, train_dataset=Passages())
+    run.train()
+    assert applied_policy(run.model) == POLICY
+    assert run.optimizer.param_groups[0]["amsgrad"] is True
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'policy'"):
+        Mine(model=model(), args=args)
