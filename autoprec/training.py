@@ -375,9 +375,10 @@ class _StepNote:
             self.stepped.add(id(optimizer))
 
 
-def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+def needs_closure(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> bool:
     """Tell whether `optimizer.step` cannot be called without a closure (LBFGS)."""
-    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    parameter = inspect.signature(kind.step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 

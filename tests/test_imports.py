@@ -48,6 +48,8 @@ ALLOWED_IN = {
     "transformers": {"tasks", "integrations"},
     "lightning": {"tasks", "integrations"},
     "accelerate": {"integrations"},
+    "onnx_ir": {"integrations"},
+    "onnxscript": {"integrations"},
     "plotly": {"report"},
     "jinja2": {"report"},
     "kaleido": {"report"},

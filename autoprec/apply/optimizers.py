@@ -17,6 +17,7 @@ __all__ = [
     "PolicyGradScaler",
     "build_grad_scaler",
     "build_optimizer",
+    "chosen_settings",
     "configure_optimizer",
     "grad_scaler_arguments",
 ]
@@ -43,18 +44,25 @@ def build_optimizer(
     left out with a warning.
     """
     params = list(params)
+    chosen = chosen_settings(policy, optimizer, params, settings)
+    built = optimizer(params, **settings, **chosen)
+    _keep_on_load(built, chosen)
+    return built
+
+
+def chosen_settings(
+    policy: Policy, optimizer: type[torch.optim.Optimizer], params: list[Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what the policy adds to `optimizer(params, **settings)`; warn of what it cannot, or must not, decide."""
     accepted = inspect.signature(optimizer).parameters
     wanted = _optimizer_settings(policy)
     for key, value in wanted.items():
         stated = [owner[key] for owner in (settings, *_groups(params)) if key in owner and owner[key] != value]
         if key not in accepted:
-            _warn(f"{optimizer.__name__} has no {key}: the policy's {key}={value!r} is not used")
+            _warn(f"{optimizer.__name__} has no {key}: the policy's {key}={value!r} is not used", stacklevel=4)
         elif stated:
-            _warn(f"{key}={stated[0]!r} was asked for; the policy says {value!r}: keeping {stated[0]!r}")
-    chosen = {key: value for key, value in wanted.items() if key in accepted and key not in settings}
-    built = optimizer(params, **settings, **chosen)
-    _keep_on_load(built, chosen)
-    return built
+            _warn(f"{key}={stated[0]!r} was asked for; the policy says {value!r}: keeping {stated[0]!r}", stacklevel=4)
+    return {key: value for key, value in wanted.items() if key in accepted and key not in settings}
 
 
 def configure_optimizer(policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -134,8 +142,8 @@ def _groups(params: list[Any]) -> list[dict[str, Any]]:
     return [group for group in params if isinstance(group, dict)]
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, PrecisionWarning, stacklevel=3)
+def _warn(message: str, *, stacklevel: int = 3) -> None:
+    warnings.warn(message, PrecisionWarning, stacklevel=stacklevel)
 
 
 def _optimizer_settings(policy: Policy) -> dict[str, Any]:

@@ -27,6 +27,7 @@ COMMANDS = (
     "dashboard",
     "diff",
     "check",
+    "export",
     "estimate",
     "doctor",
     "spaces",

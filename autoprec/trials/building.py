@@ -21,6 +21,7 @@ __all__ = [
     "build_model",
     "build_task_optimizers",
     "build_schedulers",
+    "first_call",
     "lift_half_parameters",
     "perturb_weights",
     "prepare_batch",
@@ -53,6 +54,31 @@ def build_model(task: Task, device: torch.device, *, build: Callable[[], nn.Modu
     except ApplyError as error:
         raise TaskError(f"task {task.name!r}: {error}") from None
     return model.train()
+
+
+def first_call(task: Task, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that the task's loss calls the model with on its first batch: positional, and by name.
+
+    Raises:
+        TaskError: the loss does not call the model.
+    """
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+
+    batch = next(open_batches(task.train_batches, name="train_batches"))
+    was_training = model.training
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            task.loss(model.eval(), prepare_batch(task, batch, next(model.parameters()).device))
+    finally:
+        handle.remove()
+        model.train(was_training)
+    if not calls:
+        raise TaskError(f"task {task.name!r}: its loss does not call the model")
+    return calls[0]
 
 
 def lift_half_parameters(model: nn.Module) -> None:

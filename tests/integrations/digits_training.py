@@ -83,7 +83,12 @@ def micro_batches(count: int, *, batch_size: int = 16) -> Iterator[Sequence[torc
 
 
 def train_plainly(
-    policy: Policy, *, num_steps: int = NUM_STEPS, accumulation_steps: int = 1, clip: float | None = CLIP
+    policy: Policy,
+    *,
+    num_steps: int = NUM_STEPS,
+    accumulation_steps: int = 1,
+    clip: float | None = CLIP,
+    batch_size: int = 16,
 ) -> tuple[Network, list[float]]:
     """Train in autoprec's own loop; return the network, bare again, and the loss of each micro-batch."""
     model = autoprec.apply_policy(network(), policy)
@@ -96,11 +101,17 @@ def train_plainly(
     )
     losses = []
     with autoprec.emulate():
-        for images, labels in micro_batches(num_steps * accumulation_steps):
+        for images, labels in micro_batches(num_steps * accumulation_steps, batch_size=batch_size):
             loss = F.cross_entropy(model(images), labels)
             step(loss)
             losses.append(float(loss.detach()))
     return autoprec.remove_policy(model), losses
+
+
+def train_in_halves(policy: Policy, *, clip: float | None = CLIP) -> list[float]:
+    """Train as two processes do: the gradient is the mean over the halves of each batch. Return the loss of each."""
+    _, losses = train_plainly(policy, accumulation_steps=2, batch_size=8, clip=clip)
+    return [(first + second) / 2 for first, second in zip(losses[::2], losses[1::2], strict=True)]
 
 
 def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
