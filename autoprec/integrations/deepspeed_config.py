@@ -29,8 +29,10 @@ KEEPS_POLICY = (
     "a policy without FP16 is kept whole without these sections: apply_policy(model, policy) before "
     "deepspeed.initialize, ZeRO stage 0 to 2"
 )
-
 NO_INPUT_CASTS = "DeepSpeed's bf16 section casts no inputs: give the engine floating inputs in BF16"
+NO_CLIPPING = (
+    "gradient_clipping is 0, where DeepSpeed's own default clips at 1; set the norm that your training clips at"
+)
 
 
 def deepspeed_config(policy: Policy, *, zero_stage: int = 1, micro_batch_size: int = 1) -> Exported:
@@ -52,12 +54,13 @@ def deepspeed_config(policy: Policy, *, zero_stage: int = 1, micro_batch_size: i
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": policy.training.accumulation_steps if policy.training is not None else 1,
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": zero_stage},
         "zero_allow_untested_optimizer": True,
         **sections,
     }
     lost = [*_lost_units(policy, section), *lost, *lost_optimizer_settings(policy), *lost_training_options(policy)]
-    notes = [NO_INPUT_CASTS] if section == "bf16" else []
+    notes = [NO_CLIPPING, *([NO_INPUT_CASTS] if section == "bf16" else [])]
     if not policy.needs_grad_scaler and section != "fp32":
         notes.append(KEEPS_POLICY)
     return Exported(as_json(config), tuple(lost), tuple(notes))

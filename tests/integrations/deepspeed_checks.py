@@ -28,6 +28,7 @@ def parse(texts: str) -> list[dict[str, Any]]:
             {
                 "stage": int(read.zero_optimization_stage),
                 "micro_batch": read.train_micro_batch_size_per_gpu,
+                "clipping": read.gradient_clipping,
                 "accumulation": read.gradient_accumulation_steps,
                 "fp16": read.float16_config.enabled,
                 "bf16": read.bfloat16_config.enabled,

@@ -58,6 +58,7 @@ def test_deepspeeds_parser_accepts_every_exported_configuration_and_reads_what_w
     for (name, stage), found in zip(pairs, read, strict=True):
         assert found["stage"] == stage
         assert found["micro_batch"] == 8
+        assert found["clipping"] == 0.0
         assert found["accumulation"] == (4 if name == "bf16" else 1)
         assert found["fp16"] == (name == "fp16")
         assert found["bf16"] == (name == "bf16")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +35,7 @@ def test_the_section_is_that_of_most_parameters_and_other_units_are_lost_by_name
     assert json.loads(exported.text) == {
         "train_micro_batch_size_per_gpu": 16,
         "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 2},
         "zero_allow_untested_optimizer": True,
         "fp16": {"enabled": False},
@@ -117,3 +120,38 @@ def test_what_stands_beside_the_precision_goes_over_or_is_lost_by_name() -> None
 def test_a_wrong_setting_is_refused(settings: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         deepspeed_config(Policy(), **settings)
+
+
+def test_accelerate_reads_its_file_and_has_no_precision_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the extra `accelerate` is not installed")
+    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+
+    place = tmp_path / "launch.yaml"
+    place.write_text(accelerate_config(Policy(default="fp16"), policy_file="policy.json").text)
+    read = load_config_from_file(str(place))
+    assert isinstance(read, ClusterConfig)
+    assert (read.mixed_precision, str(read.distributed_type), read.num_processes) == ("no", "DistributedType.NO", 1)
+
+
+def test_what_the_lightning_file_names_builds_a_trainer_under_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lightning = pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
+    yaml = pytest.importorskip("yaml")
+    policy = Policy(default="fp16", modules={"head": "fp32"}, training=TrainingOptions(accumulation_steps=2))
+    policy.save(tmp_path / "policy.json")
+    monkeypatch.chdir(tmp_path)
+    settings = yaml.safe_load(lightning_config(policy, policy_file="policy.json").text)["trainer"]
+    (plugin,) = settings.pop("plugins")
+    module, _, name = plugin["class_path"].rpartition(".")
+    built = getattr(importlib.import_module(module), name)(**plugin["init_args"])
+    trainer = lightning.Trainer(
+        plugins=built,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        **settings,
+    )
+    assert trainer.precision_plugin.policy == policy
+    assert trainer.accumulate_grad_batches == 2
