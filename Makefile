@@ -29,7 +29,7 @@ test-families: $(VENV)/.installed-dev
 
 # The frameworks that people train with, whose packages the other tests do without.
 test-integrations: $(VENV)/.installed-dev
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-compile --editable ".[lightning,accelerate,hf,timm,onnx]" onnxruntime deepspeed
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-compile --editable ".[lightning,accelerate,hf,timm,onnx]" onnxruntime deepspeed tensorboard
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS) --dist worksteal tests/integrations
 
 # Heavier checks than the suite allows, and every figure that the documentation quotes.

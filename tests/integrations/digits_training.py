@@ -114,6 +114,23 @@ def train_in_halves(policy: Policy, *, clip: float | None = CLIP) -> list[float]
     return [(first + second) / 2 for first, second in zip(losses[::2], losses[1::2], strict=True)]
 
 
+def train_share(model: nn.Module, step: TrainingStep, *, rank: int, first: int, last: int) -> list[float]:
+    """Take the steps from `first` to before `last` on one of two processes' half of each batch.
+
+    Return the loss of each whole batch.
+    """
+    losses = []
+    for number, (images, labels) in enumerate(micro_batches(last)):
+        if number >= first:
+            own = slice(rank * 8, rank * 8 + 8)
+            loss = F.cross_entropy(model(images[own]), labels[own])
+            step(loss)
+            mean = loss.detach().clone()
+            torch.distributed.all_reduce(mean)
+            losses.append(float(mean) / 2)
+    return losses
+
+
 def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
     for (name, left), (_, right) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(left, right), name

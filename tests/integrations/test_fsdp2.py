@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from digits_training import LR, NUM_STEPS, Network, micro_batches, network, train_in_halves
+from digits_training import COMPUTED, LR, NUM_STEPS, Network, micro_batches, network, train_in_halves, train_share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,13 +29,6 @@ POLICY = Policy(
     grad_scaler=GradScalerSettings(init_scale=2.0**10, growth_interval=40),
     optimizer={"eps": 1e-6, "amsgrad": True},
 )
-COMPUTED = {
-    "stem": {torch.float16},
-    "norm": {torch.float32},
-    "blocks.0": {torch.float16},
-    "blocks.2": {torch.float16},
-    "head": {torch.bfloat16},
-}
 ARITHMETIC = ("convolution", "native_layer_norm", "addmm", "mm")
 """What the units compute with; FSDP2's own copies run in their names, too."""
 HALFWAY = 50
@@ -51,16 +44,7 @@ class Sharded:
         self.step = TrainingStep(self.optimizer, grad_scaler=self.scaler)
 
     def train(self, rank: int, first: int, last: int) -> list[float]:
-        """Take steps `first` to `last` on this process's half of each batch; return the loss of the whole batch."""
-        losses = []
-        for number, (images, labels) in enumerate(micro_batches(last)):
-            if number >= first:
-                loss = F.cross_entropy(self.model(images[rank * 8 : rank * 8 + 8]), labels[rank * 8 : rank * 8 + 8])
-                self.step(loss)
-                mean = loss.detach().clone()
-                torch.distributed.all_reduce(mean)
-                losses.append(float(mean) / 2)
-        return losses
+        return train_share(self.model, self.step, rank=rank, first=first, last=last)
 
     def state(self) -> bytes:
         file = io.BytesIO()

@@ -9,8 +9,17 @@ from typing import Any
 import digits_training
 import pytest
 import torch
-import torch.nn.functional as F
-from digits_training import CLIP, COMPUTED, LR, NUM_STEPS, micro_batches, network, train_in_halves, watching
+from digits_training import (
+    CLIP,
+    COMPUTED,
+    LR,
+    NUM_STEPS,
+    micro_batches,
+    network,
+    train_in_halves,
+    train_share,
+    watching,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -37,15 +46,7 @@ class Replica:
         self.step = TrainingStep(self.optimizer, grad_scaler=self.scaler, max_grad_norm=CLIP)
 
     def train(self, rank: int, first: int, last: int) -> list[float]:
-        losses = []
-        for number, (images, labels) in enumerate(micro_batches(last)):
-            if number >= first:
-                loss = F.cross_entropy(self.replica(images[rank * 8 : rank * 8 + 8]), labels[rank * 8 : rank * 8 + 8])
-                self.step(loss)
-                mean = loss.detach().clone()
-                torch.distributed.all_reduce(mean)
-                losses.append(float(mean) / 2)
-        return losses
+        return train_share(self.replica, self.step, rank=rank, first=first, last=last)
 
     def state(self) -> list[dict[str, Any]]:
         """The whole state, on each process: a consolidation gives it to one of them."""
