@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 from autoprec import Policy
+from autoprec.cli import main
 from autoprec.errors import UsageError
 from autoprec.integrations.deepspeed_config import KEEPS_POLICY, deepspeed_config
 from autoprec.integrations.launch_files import accelerate_config, lightning_config
@@ -120,6 +122,39 @@ def test_what_stands_beside_the_precision_goes_over_or_is_lost_by_name() -> None
 def test_a_wrong_setting_is_refused(settings: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         deepspeed_config(Policy(), **settings)
+
+
+def test_without_the_extra_the_command_names_the_install_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Policy().save(tmp_path / "policy.json")
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxscript" else find(name))
+    monkeypatch.setattr("sys.argv", ["autoprec", "export", str(tmp_path / "policy.json"), "--to", "onnx"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "onnxscript is not installed; install it with: pip install 'autoprec[onnx]'" in capsys.readouterr().err
+
+
+def test_the_command_writes_the_file_and_tells_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = Policy(default="fp16", modules={"0": "fp32"})
+    policy.save(tmp_path / "policy.json")
+    place = tmp_path / "ds.json"
+    arguments = ["--to", "deepspeed", "--zero-stage", "3", "--target-batch-size", "16", "-o", str(place)]
+    monkeypatch.setattr("sys.argv", ["autoprec", "export", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    exported = deepspeed_config(policy, zero_stage=3, micro_batch_size=16)
+    assert place.read_text() == exported.text
+    printed = capsys.readouterr()
+    assert printed.out == f"written: {place}\n"
+    told = [*(f"lost: {each}" for each in exported.lost), *(f"note: {each}" for each in exported.notes)]
+    assert printed.err.splitlines() == told
+    assert told[0] == "lost: fp32 of 1 units, which compute in fp16: 0"
 
 
 def test_accelerate_reads_its_file_and_has_no_precision_of_its_own(tmp_path: Path) -> None:

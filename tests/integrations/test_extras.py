@@ -19,6 +19,7 @@ from autoprec.tasks.transformers_trainer import trainer_task
         ("accelerate", "accelerate", "accelerate"),
         ("trainer", "accelerate", "accelerate"),
         ("trainer", "transformers", "hf,accelerate"),
+        ("onnx", "onnxscript", "onnx"),
     ],
 )
 def test_a_missing_framework_is_told_with_its_install_line(module: str, package: str, extra: str) -> None:
