@@ -10,9 +10,8 @@ import functools
 import inspect
 import numbers
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -23,6 +22,8 @@ from autoprec.tasks.loading import call_own, fixed_seed
 from autoprec.tasks.protocol import Batch, OptimizersOfModel, Task
 
 __all__ = ["lightning_task"]
+
+_SCHEDULE = "_autoprec_schedule"
 
 
 def lightning_task(function: Callable[[], Any], *, name: str) -> Task:
@@ -145,7 +146,6 @@ class _Parts:
     metric_name: str | None
     steps_per_epoch: int | None = None
     has_scheduler: bool = False
-    schedulers: WeakKeyDictionary[torch.optim.Optimizer, Any] = field(default_factory=WeakKeyDictionary)
 
     def check(self, module: Any) -> None:
         if not module.automatic_optimization:
@@ -199,11 +199,12 @@ class _Parts:
         optimizer, schedule = _configured(module.configure_optimizers(), self.name)
         if schedule is not None:
             self.has_scheduler = True
-            self.schedulers[optimizer] = _stepping(schedule, self.steps_per_epoch, self.name)
+            # on the optimizer itself, which it refers to: a table here would keep both alive
+            setattr(optimizer, _SCHEDULE, _stepping(schedule, self.steps_per_epoch, self.name))
         return optimizer
 
     def scheduler(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
-        return self.schedulers[optimizer]
+        return getattr(optimizer, _SCHEDULE)
 
 
 def _call_step(model: nn.Module, step: str, batch: Batch) -> Any:

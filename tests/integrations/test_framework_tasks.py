@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import itertools
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +172,19 @@ def test_batches_follow_the_seed_of_the_trial_and_models_too(kind: str, tasks: d
 def test_the_check_finds_nothing_to_note_and_a_trial_runs_under_fp16(kind: str, tasks: dict[str, Task]) -> None:
     settings = TrialSettings(device="cpu", warmup_steps=1, measured_steps=4, seed=1)
     assert check_task(tasks[kind], settings, num_steps=5) == []
-    outcome = run_trial(tasks[kind], Policy(default="autocast", dtype="fp16"), settings)
+    built: list[weakref.ref[Any]] = []
+    build = tasks[kind].model
+
+    def noted() -> Any:
+        model = build()
+        built.append(weakref.ref(next(model.parameters())))
+        return model
+
+    task = dataclasses.replace(tasks[kind], model=noted)
+    outcome = run_trial(task, Policy(default="autocast", dtype="fp16"), settings)
+    gc.collect()
+    assert built
+    assert [each() for each in built] == [None] * len(built), "a trial keeps its weights alive"
     assert outcome.kind == "ok", outcome.message
     assert outcome.num_steps_taken == 5
     assert outcome.peak_memory_bytes is not None
