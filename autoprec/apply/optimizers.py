@@ -100,7 +100,7 @@ def build_grad_scaler(policy: Policy, *, device: str | torch.device | None = Non
 def grad_scaler_arguments(policy: Policy, *, device: str | torch.device | None = None) -> dict[str, Any]:
     """Return what torch's `GradScaler` takes for the policy; arguments and errors are those of `build_grad_scaler`."""
     if device is None:
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     kind = torch.device(device).type
     if kind == "cuda" and not torch.cuda.is_available():
         raise ApplyError("a grad scaler for 'cuda' was asked for and no CUDA device is there; allowed here: 'cpu'")

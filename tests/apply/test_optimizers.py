@@ -114,6 +114,12 @@ def test_an_older_scaler_state_gives_its_scale_and_not_its_factors() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is missing")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is there")
+def test_without_an_accelerator_the_scaler_is_for_the_cpu() -> None:
+    """A CUDA build of torch names CUDA as its accelerator also where no device is there."""
+    assert build_grad_scaler(POLICY)._device == "cpu"
+
+
 def test_a_scaler_for_a_missing_device_is_an_error() -> None:
     with pytest.raises(ApplyError, match="no CUDA device is there"):
         build_grad_scaler(Policy(), device="cuda")

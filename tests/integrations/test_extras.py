@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
+import types
 
 import pytest
 
@@ -22,21 +23,19 @@ from autoprec.tasks.transformers_trainer import trainer_task
         ("onnx", "onnxscript", "onnx"),
     ],
 )
-def test_a_missing_framework_is_told_with_its_install_line(module: str, package: str, extra: str) -> None:
-    accelerate_is_there = (
-        "sys.modules['autoprec.integrations.accelerate'] = types.SimpleNamespace(PolicyAccelerator=None)"
-    )
-    code = (
-        "import sys, types\n"
-        f"sys.modules[{package!r}] = None\n"
-        f"{accelerate_is_there if package == 'transformers' else ''}\n"
-        f"import autoprec.integrations.{module}\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 1
-    last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: ")
-    assert last.endswith(f"is not installed; install it with: pip install 'autoprec[{extra}]'")
+def test_a_missing_framework_is_told_with_its_install_line(
+    module: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if package == "transformers":
+        stand_in = types.SimpleNamespace(PolicyAccelerator=None)
+        monkeypatch.setitem(sys.modules, "autoprec.integrations.accelerate", stand_in)
+    for name in {module, "accelerate"} if package != "transformers" else {module}:
+        monkeypatch.delitem(sys.modules, f"autoprec.integrations.{name}", raising=False)
+    for name in [package, *(loaded for loaded in sys.modules if loaded.startswith(f"{package}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    told = rf"is not installed; install it with: pip install 'autoprec\[{extra}\]'$"
+    with pytest.raises(ImportError, match=told):
+        importlib.import_module(f"autoprec.integrations.{module}")
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,20 @@
-"""The code of docs/integrations.md runs as it is printed."""
+"""The code of docs/integrations.md runs as it is printed; that of its exports is in test_onnx_nodes.py."""
 
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
@@ -17,12 +23,24 @@ pytest.importorskip("accelerate", reason="the extra `accelerate` is not installe
 from digits_training import POLICY, loader, micro_batches, network
 
 import autoprec
+from autoprec import Policy
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 SECTIONS = {
     heading: re.findall(r"```python\n(.*?)```", body, flags=re.DOTALL)
     for heading, body in re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
 }
+
+
+SHARDED = ("FSDP2", "ZeroRedundancyOptimizer")
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def names_for(section: str, folder: Path) -> dict[str, Any]:
@@ -44,16 +62,28 @@ def names_for(section: str, folder: Path) -> dict[str, Any]:
 
         module, data, _ = digits_module()
         return {"LitDigits": lambda: module, "DigitsData": lambda: data}
+    if section in SHARDED:
+        policy = Policy(default="bf16", modules={"head": "fp32"})
+        blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = nn.Sequential(OrderedDict(blocks=blocks, head=nn.Linear(4, 2)))
+        return {"model": model, "policy": policy, "mesh": init_device_mesh("cpu", (1,))}
     net = network()
     optimizer = torch.optim.Adam(net.parameters())
     return {"net": net, "optimizer": optimizer, "batches": list(micro_batches(4)), "train_loader": loader()}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("section", [heading for heading, blocks in SECTIONS.items() if blocks])
-def test_the_code_of_a_section_runs(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "section", [heading for heading, blocks in SECTIONS.items() if blocks and heading != "Exports"]
+)
+def test_the_code_of_a_section_runs(
+    section: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    names = {"autoprec": autoprec, "torch": torch, "F": F} | names_for(section, tmp_path)
+    if section in SHARDED:
+        request.getfixturevalue("group")
+    given = {"autoprec": autoprec, "torch": torch, "F": F, "DistributedDataParallel": DistributedDataParallel}
+    names = given | names_for(section, tmp_path)
     for block in SECTIONS[section]:
         exec(compile(block, f"{PAGE.name}: {section}", "exec"), names)
     if section == "Searching inside them":
@@ -64,6 +94,8 @@ def test_the_code_of_a_section_runs(section: str, tmp_path: Path, monkeypatch: p
     elif section == "Trainer of transformers":
         assert autoprec.remove_policy(names["model"]) is names["trainer"].model
         assert names["trainer"].state.global_step == 3
+    elif section in SHARDED:
+        assert isinstance(names["optimizer"], torch.optim.Optimizer)
     elif section == "Lightning":
         assert names["trainer"].global_step == 100
     else:
