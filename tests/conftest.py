@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gloo_group import be_one
 
 RunInTwo = Callable[..., list[Any]]
 
@@ -29,12 +29,13 @@ def run_in_two(tmp_path: Path) -> RunInTwo:
         context.set_forkserver_preload(["autoprec.trials.preload"])
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
         ranks = [
-            context.Process(target=_be_one, args=(rank, str(tmp_path / "store"), pipes[rank][1], function, args))
+            context.Process(target=be_one, args=(rank, str(tmp_path / "store"), pipes[rank][1], function, args))
             for rank in range(2)
         ]
-        for rank in ranks:
+        for rank, (_, write_end) in zip(ranks, pipes, strict=True):
             rank.start()
-        answers = [pipe[0].recv() if pipe[0].poll(120) else ("error", "no answer within 120 s") for pipe in pipes]
+            write_end.close()  # a process that ends without an answer is the end of its pipe
+        answers = [_answer(read_end) for read_end, _ in pipes]
         for rank in ranks:
             rank.join(10)
             rank.kill()
@@ -45,14 +46,11 @@ def run_in_two(tmp_path: Path) -> RunInTwo:
     return run
 
 
-def _be_one(rank: int, store: str, answer: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
+def _answer(pipe: Connection) -> tuple[str, Any]:
+    if not pipe.poll(120):
+        return "error", "no answer within 120 s"
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-        answer.send(("ok", function(rank, *args)))
-        dist.destroy_process_group()
-    except BaseException:
-        answer.send(("error", traceback.format_exc()))
+        answer: tuple[str, Any] = pipe.recv()
+    except EOFError:
+        return "error", "it ended without an answer"
+    return answer

@@ -15,15 +15,21 @@ class BufferKeeper:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = unwrap(model)
+        self._seen: dict[str, tuple[int, int]] = {}
         self._kept = {name: buffer.detach().clone() for name, buffer in self._floating().items() if _all_finite(buffer)}
 
     def keep(self) -> None:
-        """Take over the buffers as they are now; nothing is looked at, so nothing waits for the device."""
+        """Take over the buffers that were written to; nothing is looked at, so nothing waits for the device."""
         now = self._floating()
-        pairs = [(old, now[name]) for name, old in self._kept.items() if name in now and now[name].shape == old.shape]
-        if pairs:
+        changed = [
+            (old, now[name])
+            for name, old in self._kept.items()
+            if name in now and now[name].shape == old.shape and self._seen.get(name) != _version(now[name])
+        ]
+        self._seen = {name: _version(buffer) for name, buffer in now.items()}
+        if changed:
             with torch.no_grad():
-                torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])
+                torch._foreach_copy_([old for old, _ in changed], [new for _, new in changed])
 
     def non_finite(self) -> list[str]:
         """Return the names of the buffers that were finite at the start and are not now."""
@@ -40,6 +46,11 @@ class BufferKeeper:
 
     def _floating(self) -> dict[str, torch.Tensor]:
         return {name: buffer for name, buffer in self._model.named_buffers() if buffer.is_floating_point()}
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what changes when a buffer is written to in place or replaced."""
+    return id(tensor), tensor._version
 
 
 def _all_finite(tensor: torch.Tensor) -> bool:
