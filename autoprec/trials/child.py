@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from autoprec.tasks.source import TaskSource
 from autoprec.trials.failures import scrub, tail
+from autoprec.trials.lifeline import as_parent
 from autoprec.trials.process import serve
 
 __all__ = ["WorkerProcess"]
@@ -70,7 +71,7 @@ class WorkerProcess:
             daemon=True,
         )
         self._num_out_of_memory = _count_out_of_memory()
-        with _without_main_module():
+        with _START_LOCK, _without_main_module(), as_parent():
             _start(self._process)
         theirs.close()
         self._pidfd = _open_pidfd(self._process.pid)
@@ -193,13 +194,12 @@ def _serve(theirs: connection.Connection, stderr: int, first: str) -> None:
 @contextlib.contextmanager
 def _without_main_module() -> Iterator[None]:
     """Hide the user's script while a process starts: it would be run again there, with all its effects."""
-    with _START_LOCK:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = main
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _open_stderr() -> IO[bytes]:
