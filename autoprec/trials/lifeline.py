@@ -1,17 +1,26 @@
-"""A fork server that loads for seconds ends with the search that has started it, even where that ends at once."""
+"""Processes that the system ends with their parent, however that ends."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
-import threading
+import signal
+import sys
 from collections.abc import Iterator
 
-__all__ = ["as_parent", "ending_with_parent"]
+__all__ = ["as_parent", "end_with_parent", "loading"]
 
 PARENT = "AUTOPREC_PARENT"
 """Environment variable: the process that starts a fork server, which may be gone before that can ask for its parent."""
-WATCH_SECONDS = 0.1
+PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h."""
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let Linux send this process a signal when the thread ends that has started it; 0 takes that back."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
 
 
 @contextlib.contextmanager
@@ -25,21 +34,16 @@ def as_parent() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ending_with_parent() -> Iterator[None]:
-    """End this process, a fork server, when its parent is gone: it sees that for itself only when it has loaded all."""
+def loading() -> Iterator[None]:
+    """End this fork server with its parent while it loads: only afterwards does it look whether that is still there.
+
+    The thread that has started it waits for its first process, and so for the end of this.
+    """
     parent = int(os.environ.pop(PARENT, os.getppid()))
-    is_loaded = threading.Event()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            if is_loaded.wait(WATCH_SECONDS):
-                return
+    end_with_parent()
+    if os.getppid() != parent:
         os._exit(0)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
     try:
         yield
     finally:
-        is_loaded.set()
-        watcher.join()  # no thread of ours is there when the server forks
+        end_with_parent(0)

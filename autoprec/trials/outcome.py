@@ -100,6 +100,9 @@ class Outcome(BaseModel):
     throughput_samples_per_second: Number | None = None
     throughput_tokens_per_second: Number | None = None
     """Where the task counts tokens."""
+    autocast_here: Number | None = None
+    """Samples per second of stock autocast on the same device, timed shortly before; of trials of a worker."""
+    throughput_over_autocast: float | None = None
     accuracy: Number | None = None
     eval_loss: Number | None = None
     train_losses: list[float] = Field(default_factory=list)

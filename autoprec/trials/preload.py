@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 
-from autoprec.trials.lifeline import ending_with_parent
+from autoprec.trials.lifeline import loading
 
 __all__ = ["MODULES"]
 
 MODULES = ("autoprec.estimates", "autoprec.tasks.vision", "autoprec.trials.runner", "autoprec.trials.child")
 
-with ending_with_parent():
+with loading():
     for name in MODULES:
         importlib.import_module(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import json
@@ -17,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from autoprec.errors import AutoprecError
 from autoprec.trials.failures import describe, format_traceback
+from autoprec.trials.lifeline import end_with_parent
 
 if TYPE_CHECKING:
     from autoprec.trials.health import Health
 
 __all__ = ["guard_group", "serve"]
 
-PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h."""
 WATCH_SECONDS = 1.0
 
 
@@ -113,8 +111,7 @@ def guard_group(search_pid: int, leader: int) -> None:
     The fork server, a worker's parent, outlives the search by a moment, and a trial that keeps the interpreter's
     lock runs no thread of ours: so the guard is a process. Where even that is gone, the kernel ends this one.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     between = os.fork()
     if between == 0:
         try:
