@@ -54,6 +54,8 @@ ALLOWED_IN = {
     "jinja2": {"report"},
     "kaleido": {"report"},
     "optuna_dashboard": {"report"},
+    "submitit": {"engines"},
+    "ray": {"engines"},
 }
 
 

@@ -20,6 +20,7 @@ __all__ = ["COMMANDS", "main", "app"]
 
 COMMANDS = (
     "search",
+    "worker",
     "verify",
     "choose",
     "show",

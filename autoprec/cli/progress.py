@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from autoprec.search.verification import Verification
     from autoprec.trials.outcome import Outcome
 
-__all__ = ["ProofProgress", "Progress", "forecast", "print_margin", "show_shares", "time_shares"]
+__all__ = ["ProofProgress", "Progress", "TrialLines", "forecast", "print_margin", "show_shares", "time_shares"]
 
 
 class ProofProgress(Events):
@@ -67,6 +67,19 @@ class ProofProgress(Events):
         self._console.print(escaped(text), soft_wrap=True)
 
 
+class TrialLines(Events):
+    """Print a line for each trial that finishes, whoever runs it, and the notes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def note(self, text: str) -> None:
+        self._console.print(escaped(text), soft_wrap=True)
+
+    def trial_finished(self, record: TrialRecord, *, num_finished: int, n_trials: int) -> None:
+        self.note(f"[{num_finished}/{n_trials}] {_show_trial(record)}")
+
+
 class Progress(ProofProgress):
     """Print what a search does, its trials above all."""
 
@@ -103,15 +116,8 @@ class Progress(ProofProgress):
     def trial_finished(self, record: TrialRecord, *, num_finished: int, n_trials: int) -> None:
         outcome = record.outcome
         self._add_phases(outcome)
-        numbers = (
-            f"{show_bytes(outcome.peak_memory_bytes)}, {show_throughput(outcome.throughput_samples_per_second)}, "
-            f"accuracy {show_accuracy(outcome.accuracy)}"
-            if outcome.is_ok
-            else f"{outcome.kind}: {outcome.message}"[:160]
-        )
-        feasible = "" if record.is_feasible else " (infeasible)"
         self._candidates += [_candidate(record)] if record.is_feasible else []
-        self._line(f"[{num_finished}/{n_trials}] {record.label}{feasible}: {numbers}; best so far {self._best()}")
+        self._line(f"[{num_finished}/{n_trials}] {_show_trial(record)}; best so far {self._best()}")
         if record.arm == FP32:
             left = n_trials - num_finished
             self._line(f"time: {forecast(self._plan, num_trials=left, trial_seconds=outcome.wall_seconds)} from here")
@@ -126,6 +132,17 @@ class Progress(ProofProgress):
         if self._status is not None:
             elapsed = show_duration(time.monotonic() - self._started)
             self._status.update(escaped(f"{text} ({elapsed}; best so far {self._best()})"))
+
+
+def _show_trial(record: TrialRecord) -> str:
+    outcome = record.outcome
+    numbers = (
+        f"{show_bytes(outcome.peak_memory_bytes)}, {show_throughput(outcome.throughput_samples_per_second)}, "
+        f"accuracy {show_accuracy(outcome.accuracy)}"
+        if outcome.is_ok
+        else f"{outcome.kind}: {outcome.message}"[:160]
+    )
+    return f"{record.label}{'' if record.is_feasible else ' (infeasible)'}: {numbers}"
 
 
 def time_shares(seconds: Mapping[str, float], *, wall_seconds: float, num_workers: int) -> dict[str, float]:

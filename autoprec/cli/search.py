@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autoprec.cli.engine_options import EngineOptions
 from autoprec.cli.output import INCONCLUSIVE, INTERRUPTED, check_format, open_console, parse_memory, print_json
 from autoprec.cli.signals import interruptible
-from autoprec.cli.task_options import TaskOptions, option, takes_task
+from autoprec.cli.study_options import StudyOptions
+from autoprec.cli.task_options import TaskOptions, as_arguments, option, takes_task
 from autoprec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,56 +33,38 @@ def register(app: typer.Typer) -> None:
 @takes_task
 def _search(
     task: TaskOptions,
+    study: StudyOptions,
+    engine: EngineOptions,
     n_trials: Annotated[int, option("Finished trials in all, the proof not counted.", "--n-trials")] = 12,
-    sampler: Annotated[str, option("policy, tpe, nsga2, gp or random.", "--sampler")] = "policy",
-    space: Annotated[str | None, option("By name (autoprec spaces lists them) or a TOML file.", "--space")] = None,
-    margin: Annotated[
-        float | None, option("Accuracy below FP32 that counts as equal; fixed before.", "--margin")
-    ] = None,
-    max_seeds: Annotated[int | None, option("Seeds that the proof may use; 8.", "--max-seeds")] = None,
-    prefer: Annotated[str, option("balanced, fastest or smallest.", "--prefer")] = "balanced",
     memory_budget: Annotated[
         str | None, option("Recommend nothing that needs more, such as 12GB.", "--memory-budget")
     ] = None,
-    steps: Annotated[int | None, option("Optimizer steps of a trial, warm-up included; 28.", "--steps")] = None,
-    gpus_per_trial: Annotated[
-        int, option("GPUs that train one trial together, by DistributedDataParallel.", "--gpus-per-trial")
-    ] = 1,
-    timeout: Annotated[
-        float | None, option("Seconds in all, after which no new trial is begun; the proof follows.", "--timeout")
-    ] = None,
-    trial_timeout: Annotated[float, option("Seconds after which a trial is ended.", "--trial-timeout")] = 900,
     workers: Annotated[
         int | None,
-        option("Trials at once where no time is measured; as many as cores, up to 4.", "--workers"),
+        option("Trials at once where no time is measured: cores, up to 4; or workers of an engine.", "--workers"),
     ] = None,
     devices: Annotated[
         str | None, option("Several GPUs of one product, a trial on each: cuda:0,cuda:1.", "--devices")
     ] = None,
-    storage: Annotated[str | None, option("Optuna database URL; a file in the folder.", "--storage")] = None,
-    study_name: Annotated[str | None, option("Name of the study.", "--study-name")] = None,
     output: Annotated[Path | None, option("Folder for the files.", "-o", "--output")] = None,
     format: Annotated[str, option("text or json.", "--format")] = "text",
 ) -> None:
     started = time.perf_counter()
     check_format(format)
+    if not engine.is_local:
+        more = {"n_trials": n_trials, "memory_budget": memory_budget, "workers": workers, "devices": devices}
+        raise typer.Exit(_search_elsewhere(task, study, engine, output=output, format=format, **more))
     settings = {
         "n_trials": n_trials,
-        "sampler": sampler,
-        "prefer": prefer,
         "memory_budget_bytes": parse_memory(memory_budget),
-        "timeout_seconds": timeout,
-        "space": space,
         "num_workers": workers,
-        "storage": storage,
-        "study_name": study_name,
         "output": output,
     }
-    shape = {"num_processes": gpus_per_trial, "steps": steps, "devices": devices}
     try:
         with interruptible():
-            plan = _prepare(task, shape=shape, margin=margin, max_seeds=max_seeds, settings=settings)
-            result, shares = _run(plan, trial_timeout=trial_timeout, to_stderr=format == "json", started=started)
+            plan = _prepare(task, study, devices=devices, settings=settings)
+            timeout = study.trial_timeout
+            result, shares = _run(plan, trial_timeout=timeout, to_stderr=format == "json", started=started)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
@@ -88,20 +72,56 @@ def _search(
     raise typer.Exit(0 if result.is_conclusive else INCONCLUSIVE)
 
 
-def _prepare(
-    task: TaskOptions, *, shape: dict[str, Any], margin: float | None, max_seeds: int | None, settings: dict[str, Any]
-) -> SearchPlan:
-    from autoprec.search.plan import SearchSettings, prepare_search, resolve_devices
-    from autoprec.search.proof import build_proof, proof_steps
+def _search_elsewhere(
+    task: TaskOptions,
+    study: StudyOptions,
+    engine: EngineOptions,
+    *,
+    n_trials: int,
+    memory_budget: str | None,
+    workers: int | None,
+    devices: str | None,
+    output: Path | None,
+    format: str,
+) -> int:
+    """Let an engine run the search; print what its proof printed, and return its exit code."""
+    from autoprec.cli.progress import TrialLines
 
-    several = () if shape["devices"] is None else tuple(resolve_devices(shape["devices"]))
+    parse_memory(memory_budget)
+    if devices is not None:
+        raise UsageError(f"--devices: not with --engine {engine.engine}, which gives each worker its own")
+    shared = as_arguments(task, dataclasses.replace(study, storage=None, study_name=None))
+    total = ["--n-trials", str(n_trials)]
+    budget = [] if memory_budget is None else ["--memory-budget", memory_budget]
+    try:
+        with interruptible():
+            finished = engine.run(
+                [*shared, *total],
+                [*shared, *total, *budget, "--format", format],
+                storage=study.storage,
+                study_name=study.study_name,
+                num_workers=workers,
+                num_gpus=0 if task.device == "cpu" else study.gpus_per_trial,
+                output=output,
+                events=TrialLines(open_console(to_stderr=format == "json", for_progress=True)),
+            )
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return INTERRUPTED
+    print(finished.stdout, end="")
+    if finished.exit_code not in (0, INCONCLUSIVE):
+        print(finished.stderr, end="", file=sys.stderr)
+    return finished.exit_code
+
+
+def _prepare(task: TaskOptions, study: StudyOptions, *, devices: str | None, settings: dict[str, Any]) -> SearchPlan:
+    from autoprec.search.plan import resolve_devices
+
+    several = () if devices is None else tuple(resolve_devices(devices))
     if several and task.device is not None:
         raise UsageError("--device and --devices: one of them is needed")
     chosen = dataclasses.replace(task, device=several[0]) if several else task
-    trial = chosen.trial_settings(num_processes=shape["num_processes"]).with_steps(shape["steps"])
-    proof = build_proof(margin, max_seeds, num_steps=proof_steps(trial))
-    search = SearchSettings(proof=proof, devices=several, **settings)
-    return prepare_search(task.build_task(), trial=trial, settings=search)
+    return study.prepare(chosen, devices=several, **settings)
 
 
 def _run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autoprec.tasks.protocol import Task
     from autoprec.trials.outcome import TrialSettings
 
-__all__ = ["TaskOptions", "option", "takes_task"]
+__all__ = ["TaskOptions", "as_arguments", "option", "takes_task"]
 
 
 def option(text: str, *names: str, min: float | None = None) -> Any:
@@ -145,32 +145,61 @@ def _refuse_named_options(context: typer.Context, without: Collection[str]) -> N
         raise UsageError(f"{options}: not with --task, whose function decides this (model, batches, optimizer, target)")
 
 
+def as_arguments(*options: Any) -> list[str]:
+    """Return the command line that gives these dataclasses of options; what is at its default is left out."""
+    found: list[str] = []
+    for group in options:
+        hints = get_type_hints(type(group), include_extras=True)
+        for field in dataclasses.fields(group):
+            value = getattr(group, field.name)
+            if value != field.default:
+                found += _as_arguments(hints[field.name].__metadata__[0].param_decls, value)
+    return found
+
+
+def _as_arguments(names: Sequence[str], value: Any) -> list[str]:
+    name, _, off = names[-1].partition("/")
+    if isinstance(value, bool):
+        return [name if value else off]
+    values = value if isinstance(value, list) else [value]
+    return [part for each in values for part in (name, str(each))]
+
+
 def takes_task(command: Callable[..., None], *, without: Collection[str] = ()) -> Callable[..., None]:
-    """Let a command, whose first parameter is a `TaskOptions`, take each field of it as an option of its own.
+    """Let a command take each field of its dataclass parameters, `TaskOptions` first, as an option of its own.
 
     Fields in `without` are not offered and keep their defaults; the command may have an option of that name itself.
     """
-    hints = get_type_hints(TaskOptions, include_extras=True)
+    hints = get_type_hints(command, include_extras=True)
+    parameters = list(inspect.signature(command).parameters.values())
+    groups = {p.name: hints[p.name] for p in parameters if dataclasses.is_dataclass(hints[p.name])}
+    fields = {name: [f for f in dataclasses.fields(kind) if f.name not in without] for name, kind in groups.items()}
     options = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in dataclasses.fields(TaskOptions)
-        if f.name not in without
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=get_type_hints(kind, include_extras=True)[field.name],
+        )
+        for name, kind in groups.items()
+        for field in fields[name]
     ]
-    own_hints = get_type_hints(command, include_extras=True)
     own = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=own_hints[name])
-        for name, parameter in list(inspect.signature(command).parameters.items())[1:]
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
+        for parameter in parameters
+        if parameter.name not in groups
     ]
 
     @functools.wraps(command)
-    def with_task(context: typer.Context, **values: Any) -> None:
+    def with_options(context: typer.Context, **values: Any) -> None:
         if values["task"] is not None:
             _refuse_named_options(context, without)
-        task = TaskOptions(**{option.name: values.pop(option.name) for option in options})
-        command(task, **values)
+        for name, kind in groups.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields[name]})
+        command(**values)
 
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    parameters = [context, *options, *own]
-    with_task.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_task.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return with_task
+    taken = [context, *options, *own]
+    with_options.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in taken}
+    return with_options

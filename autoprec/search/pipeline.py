@@ -15,6 +15,7 @@ from optuna.study import Study
 from autoprec.errors import PrecisionWarning, UsageError
 from autoprec.estimates.gpus import gpu_by_name
 from autoprec.policy import Policy, Recommendation, load_policy, remove_unfinished, write_atomically
+from autoprec.search.anchors import drifted_workers
 from autoprec.search.arms import FP32
 from autoprec.search.budget import largest_batches
 from autoprec.search.events import Events
@@ -26,6 +27,7 @@ from autoprec.search.loss_test import lowers_loss
 from autoprec.search.measuring import open_measure
 from autoprec.search.parameters import AMSGRAD, AUTOCAST_DTYPE, EPS
 from autoprec.search.plan import MAX_FINALISTS, SearchPlan, SearchSettings, prepare_search, resolve_device
+from autoprec.search.presence import Presence, Role
 from autoprec.search.profiling import Lessons, learn
 from autoprec.search.proof import build_proof, proof_steps
 from autoprec.search.recommendation import PREFERENCES, Candidate, Choice, Prefer, choose, order_of, rank
@@ -33,8 +35,9 @@ from autoprec.search.revert import give_back, savings
 from autoprec.search.runner import run_trials
 from autoprec.search.samplers import build_sampler, quiet_optuna
 from autoprec.search.shares import Shares
-from autoprec.search.storage import alone, close_storage, open_storage, sqlite_url, storage_errors
-from autoprec.search.study import OBJECTIVES, SearchStudy, TrialRecord, open_study
+from autoprec.search.sharing import require_one_machine, set_total
+from autoprec.search.storage import opened_alone, sqlite_url
+from autoprec.search.study import OBJECTIVES, SearchStudy, TrialRecord, load_or_create, open_study
 from autoprec.search.verification import RunStore, Verification, verify
 from autoprec.tasks.batches import count_samples, open_batches
 from autoprec.tasks.protocol import Task
@@ -160,12 +163,17 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
     quiet_optuna()
     plan.folder.mkdir(parents=True, exist_ok=True)
     url = plan.settings.storage or sqlite_url(plan.folder / "study.db")
-    with storage_errors(url), alone(plan.folder, url, plan.study_name), _opened(url) as storage:
+    with (
+        opened_alone(url, plan.folder, plan.study_name) as storage,
+        present(plan, storage, "search", events) as presence,
+    ):
         _check_folder(plan)
         remove_unfinished(plan.folder)
-        lessons = learn(plan, measure, events)
-        study = open_search(plan, storage, lessons)
-        num_failed = study.reconcile()
+        set_total(presence.study, plan.settings.n_trials)
+        lessons = learn(plan, measure, events, presence)
+        study = open_search(plan, storage, lessons, presence)
+        with study.turn():
+            num_failed = study.reap()
         if num_failed:
             events.note(f"{num_failed} trial(s) of a search that was stopped are marked as failed")
         events.resumed(study.records)
@@ -180,6 +188,8 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
                 events=events,
                 timeout_seconds=plan.settings.timeout_seconds,
             )
+            for told in drifted_workers(study.records):
+                events.note(told)
             candidates, verification = _prove(plan, study, measure, events)
         except KeyboardInterrupt:
             if study.fp32 is not None:
@@ -190,15 +200,21 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
 
 
 @contextlib.contextmanager
-def _opened(url: str) -> Iterator[RDBStorage]:
-    storage = open_storage(url)
-    try:
-        yield storage
-    finally:
-        close_storage(storage)
+def present(plan: SearchPlan, storage: RDBStorage, role: Role, events: Events) -> Iterator[Presence]:
+    """Open the study of a plan, where there is none make it, and be on it.
+
+    Raises:
+        UsageError, StudyError: as `load_or_create`; an SQLite file that another machine uses.
+    """
+    study = load_or_create(storage, name=plan.study_name, identity=plan.identity)
+    with Presence(study, storage, role=role, heartbeat_seconds=plan.settings.heartbeat_seconds) as presence:
+        require_one_machine(presence, storage.url, events)
+        yield presence
 
 
-def open_search(plan: SearchPlan, storage: BaseStorage, lessons: Lessons) -> SearchStudy:
+def open_search(
+    plan: SearchPlan, storage: BaseStorage, lessons: Lessons, presence: Presence | None = None
+) -> SearchStudy:
     """Open the study of a search, with the sampler that its settings and its profile ask for."""
     fixed = {**plan.parameters.defaults, **plan.parameters.fixed, **lessons.fixed}
     sampler = build_sampler(
@@ -220,6 +236,7 @@ def open_search(plan: SearchPlan, storage: BaseStorage, lessons: Lessons) -> Sea
         parameters=plan.parameters,
         limits=plan.settings.limits,
         pinned=lessons.prior.pinned,
+        presence=presence,
     )
 
 

@@ -80,6 +80,8 @@ class SearchSettings:
         devices: CUDA devices of one product that run a trial each at the same time; empty: the trials' own alone.
         storage: an Optuna database URL; None takes `study.db` in the output folder.
         study_name: None takes `<model>-<hash of the settings>`.
+        heartbeat_seconds: between two signs of life of a process on the study, where this one makes it; None takes
+            `presence.HEARTBEAT_SECONDS`.
         output: the folder for the files; None takes `runs/<study name>`.
         limits: when a trial is feasible.
         proof: how the finalists are proved.
@@ -95,6 +97,7 @@ class SearchSettings:
     devices: Sequence[str] = ()
     storage: str | None = None
     study_name: str | None = None
+    heartbeat_seconds: int | None = None
     output: str | Path | None = None
     limits: Limits = field(default_factory=Limits)
     proof: Proof = field(default_factory=Proof)
@@ -104,6 +107,8 @@ class SearchSettings:
             raise UsageError(f"n_trials is {self.n_trials}; at least 1")
         if self.num_workers is not None and self.num_workers < 1:
             raise UsageError(f"num_workers is {self.num_workers}; at least 1")
+        if self.heartbeat_seconds is not None and self.heartbeat_seconds < 1:
+            raise UsageError(f"heartbeat_seconds is {self.heartbeat_seconds}; at least 1")
         if self.sampler not in SAMPLERS:
             nearest = did_you_mean(self.sampler, SAMPLERS)
             raise UsageError(f"sampler {self.sampler!r}; allowed: {', '.join(SAMPLERS)}{nearest}")

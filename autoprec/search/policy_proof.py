@@ -31,7 +31,7 @@ from autoprec.search.recommendation import Candidate
 from autoprec.search.runner import require_reference
 from autoprec.search.samplers import quiet_optuna
 from autoprec.search.shares import Shares
-from autoprec.search.storage import alone, close_storage, open_storage, sqlite_url, storage_errors
+from autoprec.search.storage import opened_alone, sqlite_url
 from autoprec.search.study import load_or_create
 from autoprec.search.verification import RunStore, Verification, verify
 from autoprec.tasks.protocol import Task
@@ -331,12 +331,8 @@ def _opened(plan: _Plan, folder: Path, storage: str | None) -> Iterator[RunStore
     quiet_optuna()
     folder.mkdir(parents=True, exist_ok=True)
     url = storage or sqlite_url(folder / "study.db")
-    with storage_errors(url), alone(folder, url, plan.study_name):
-        database = open_storage(url)
-        try:
-            yield RunStore(load_or_create(database, name=plan.study_name, identity=plan.identity))
-        finally:
-            close_storage(database)
+    with opened_alone(url, folder, plan.study_name) as database:
+        yield RunStore(load_or_create(database, name=plan.study_name, identity=plan.identity))
 
 
 @contextlib.contextmanager

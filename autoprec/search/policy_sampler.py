@@ -20,7 +20,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.search_space import IntersectionSearchSpace
 from optuna.study import Study
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from autoprec.search.prior import PolicyPrior
 from autoprec.search.proposals import best_so_far, propose
@@ -87,6 +87,25 @@ class PolicySampler(BaseSampler):
 
     def reseed_rng(self) -> None:
         """Do nothing: draws depend on the seed and the trial's number, so that workers never repeat each other's."""
+
+    def suggest(self, study: Study, distributions: Mapping[str, BaseDistribution]) -> dict[str, Any]:
+        """Return a value for every parameter, as `study.ask(distributions)` does for the trial that it creates.
+
+        For a trial that is not created yet: nobody else may create one meanwhile.
+        """
+        trial = create_trial(state=TrialState.RUNNING)
+        trial.number = len(study.get_trials(deepcopy=False))
+        space = self.infer_relative_search_space(study, trial)
+        relative = self.sample_relative(study, trial, space)
+        values = {}
+        for name, distribution in distributions.items():
+            if isinstance(distribution, CategoricalDistribution) and distribution.single():
+                values[name] = distribution.choices[0]
+            elif name in relative and space[name] == distribution:
+                values[name] = relative[name]
+            else:
+                values[name] = self.sample_independent(study, trial, name, distribution)
+        return values
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """Return what all finished trials had in common, single choices and fixed parameters left out."""

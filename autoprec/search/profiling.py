@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from optuna.study import Study
+
 from autoprec.errors import AutoprecError, StudyError
 from autoprec.policy import GradScalerSettings
 from autoprec.profiling.profile import Profile
@@ -14,12 +16,15 @@ from autoprec.profiling.scaler_replay import headroom_octaves
 from autoprec.search.events import Events
 from autoprec.search.lookahead import Measure
 from autoprec.search.plan import SearchPlan
+from autoprec.search.presence import Presence
 from autoprec.search.profile_prior import Lessons, learn_from_profile, plain_prior
 from autoprec.trials.outcome import TrialSettings
 
 __all__ = ["Lessons", "Profiler", "learn"]
 
 FILE_NAME = "profile.json"
+PROFILE = "autoprec:profile"
+"""User attribute of the study: the profile, for processes that have no part in the folder."""
 MAX_NAMES = 6
 
 
@@ -30,28 +35,48 @@ class Profiler(Protocol):
     def profile(self, units: Sequence[str], settings: TrialSettings, study_name: str) -> Profile: ...
 
 
-def learn(plan: SearchPlan, measure: Measure, events: Events) -> Lessons:
-    """Return what the profile teaches: the one beside the study, else a new one, which is then written there.
+def learn(plan: SearchPlan, measure: Measure, events: Events, presence: Presence) -> Lessons:
+    """Return what the profile teaches: the one that the study keeps, else one that is taken now, by one process alone.
 
     Without one (the measurement takes none, or it failed: the FP32 baseline will say why) the call order is all.
     """
-    profile = _load(plan)
-    if profile is None and isinstance(measure, Profiler):
-        try:
-            profile = measure.profile(list(dict.fromkeys(plan.unit_calls)), plan.trial, plan.study_name)
-        except AutoprecError as error:
-            events.note(f"no profile: {str(error).splitlines()[0]}")
-        else:
-            profile.save(plan.folder / FILE_NAME)
-            events.profile_taken(profile)
+    with presence.turn("profile"):
+        profile = _stored(presence.study)
+        if profile is None:
+            profile = _load(plan) or _take(plan, measure, events)
+            if profile is not None:
+                presence.study.set_user_attr(PROFILE, profile.model_dump(mode="json"))
     if profile is None:
         return Lessons(plain_prior(plan.parameters, plan.unit_calls))
+    if presence.mark["role"] == "search" and _load(plan) is None:
+        profile.save(plan.folder / FILE_NAME)
     lessons = learn_from_profile(
         profile, plan.parameters, plan.unit_calls, max_loss_gap=plan.settings.limits.max_loss_gap
     )
     for text in _told(lessons):
         events.note(text)
     return lessons
+
+
+def _take(plan: SearchPlan, measure: Measure, events: Events) -> Profile | None:
+    if not isinstance(measure, Profiler):
+        return None
+    try:
+        profile = measure.profile(list(dict.fromkeys(plan.unit_calls)), plan.trial, plan.study_name)
+    except AutoprecError as error:
+        events.note(f"no profile: {str(error).splitlines()[0]}")
+        return None
+    events.profile_taken(profile)
+    return profile
+
+
+def _stored(study: Study) -> Profile | None:
+    """Return the profile that the study keeps; one of another version of its form is taken again."""
+    found = study.user_attrs.get(PROFILE)
+    try:
+        return None if found is None else Profile.model_validate(found)
+    except ValueError:
+        return None
 
 
 def _told(lessons: Lessons) -> list[str]:

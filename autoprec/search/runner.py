@@ -25,6 +25,10 @@ MAX_REPEATS = 8
 """Equal policies in a row, answered from the study without a run, after which a new policy is looked for at random."""
 MAX_DRAWS = 500
 """Random policies that must all have been run before, for the space to count as exhausted."""
+POLL_SECONDS = 0.5
+"""Between two looks at a study whose last trials other processes run."""
+MAX_LOST = 2
+"""Workers that may end without a word while they run a policy, before it counts as the cause."""
 
 
 def run_trials(
@@ -42,6 +46,9 @@ def run_trials(
     As many run at once as the measurement allows. The sampler is asked for that many together, and again when all of
     them are told: what it proposes does not depend on which finished first.
 
+    Other processes may take trials from the same study. What they run counts; the end is waited for, since a process
+    may be lost and its trials are then to be run again.
+
     Raises:
         TaskError, StudyError: FP32 itself does not train, so that nothing can be compared.
     """
@@ -50,13 +57,19 @@ def run_trials(
     run.interrupted()
     at_once = num_parallel(measure)
     repeats = study.num_cached_last // at_once * at_once  # of a search that was stopped
-    while study.num_finished < n_trials and not study.is_exhausted and not run.is_over:
+    while run.is_open(arms):
+        if run.arms(arms) or run.interrupted():
+            continue
+        room = run.room
+        if room <= 0 or study.fp32 is None:
+            time.sleep(POLL_SECONDS)
+            continue
         values = _unseen_values(study, seed=settings.seed) if repeats >= MAX_REPEATS else None
         if repeats >= MAX_REPEATS and values is None:
             study.mark_exhausted()
             events.note(f"the search space is exhausted: {MAX_DRAWS} random policies were all run before")
         else:
-            count = min(at_once, n_trials - study.num_finished)
+            count = min(at_once, room)
             repeats = 0 if run.sample([values] if values else [None] * count) else repeats + count
     if study.num_finished < n_trials and run.is_over:
         events.note(
@@ -95,32 +108,79 @@ class _Runner:
         self._settings = settings
         self._events = events
         self._running: dict[str, _Asked] = {}
+        self._num_asked = 0
 
     @property
     def is_over(self) -> bool:
         """Whether no new trial may begin."""
         return self._deadline is not None and time.monotonic() >= self._deadline
 
-    def arms(self, arms: Sequence[Arm]) -> None:
-        """Run the baselines, and the warm starts that the number of trials has room for; FP32's failure stops all."""
+    def is_open(self, arms: Sequence[Arm]) -> bool:
+        """Whether there is something to run, or to wait for."""
+        if self._study.is_exhausted or self.is_over:
+            return False
+        return self._study.num_finished < self._n_trials or bool(self._missing(arms, baselines_only=True))
+
+    @property
+    def room(self) -> int:
+        """How many trials may begin now: those that run are taken for finished."""
+        return self._n_trials - self._study.num_finished - len(self._running) - len(self._study.elsewhere())
+
+    def arms(self, arms: Sequence[Arm]) -> bool:
+        """Run the baselines, and the warm starts that the number of trials has room for; FP32's failure stops all.
+
+        Return whether any was run.
+        """
+        before = self._num_asked
+        self._run(self._asked_arms(arms))
+        return self._num_asked > before
+
+    def _missing(self, arms: Sequence[Arm], *, baselines_only: bool = False) -> list[Arm]:
         done = {record.arm for record in self._study.records}
-        self._run(self._asked_arms([arm for arm in arms if arm.name not in done]))
+        return [arm for arm in arms if arm.name not in done and (arm.is_baseline or not baselines_only)]
 
     def _asked_arms(self, arms: Sequence[Arm]) -> Iterator[_Asked]:
-        for arm in arms:
-            has_room = self._study.num_finished + len(self._running) < self._n_trials and not self.is_over
-            if arm.is_baseline or has_room:
-                yield self._asked(self._study.ask(arm.values, arm=arm.name), arm.policy, arm.name)
+        """Ask for each arm when it is its turn: another process may have taken it meanwhile."""
+        for arm in self._missing(arms):
+            if not arm.is_baseline and (self.room <= 0 or self.is_over):
+                continue
+            if arm.name != FP32 and not self._has_reference():
+                return
+            with self._study.turn():
+                self._study.reap()
+                taken = {*self._study.elsewhere().values(), *(record.arm for record in self._study.records)}
+                asked = None if arm.name in taken else self._ask(None, arm)
+            if asked is not None:
+                yield asked
 
-    def interrupted(self) -> None:
-        """Run again the sampled trials that were running when a search was stopped, and those asked for with them."""
+    def _has_reference(self) -> bool:
+        """Wait where another process runs FP32, beside which all else is told; False where it does not get there."""
+        while self._study.fp32 is None and FP32 in self._study.elsewhere().values():
+            if self.is_over:
+                return False
+            time.sleep(POLL_SECONDS)
+            self._reap()
+        asked = {each.label for each in self._running.values()}
+        return self._study.fp32 is not None or FP32 in asked
+
+    def interrupted(self) -> bool:
+        """Run again the sampled trials that did not finish, and those asked for with them. Return whether any was."""
+        self._reap()
         values, is_untold = self._study.interrupted_values()
-        room = max(0, self._n_trials - self._study.num_finished)
+        room = max(0, self.room)
         wanted: list[Mapping[str, ParameterValue] | None] = [*values]
         if values and is_untold:
             wanted += [None] * (num_parallel(self._measure) - len(values))
-        if wanted and not self.is_over:
+        if wanted[:room] and not self.is_over:
             self.sample(wanted[:room])
+            return True
+        return False
+
+    def _reap(self) -> None:
+        with self._study.turn():
+            num_lost = self._study.reap()
+        if num_lost:
+            self._events.note(f"{num_lost} trial(s) of a process that is gone are marked as failed and run again")
 
     def sample(self, wanted: Sequence[Mapping[str, ParameterValue] | None]) -> int:
         """Run a trial for each of the given values; None asks the sampler. Return how many policies were new."""
@@ -128,16 +188,42 @@ class _Runner:
         asked: list[_Asked] = []
         try:
             for values in wanted:
-                trial = self._study.ask(values)
-                asked.append(self._asked(trial, self._study.parameters.policy(trial.params), "sampled"))
+                with self._study.turn():
+                    each = self._ask_new(values) if self.room > len(asked) else None
+                if each is not None:
+                    asked.append(each)
         except BaseException:
             self._fail(asked)
             raise
         self._run(asked)
         return self._study.num_finished - before
 
-    def _asked(self, trial: Trial, policy: Policy, label: str) -> _Asked:
-        return _Asked(trial, policy, self._study.parameters.key(policy), label)
+    def _ask_new(self, values: Mapping[str, ParameterValue] | None) -> _Asked | None:
+        """Ask for a policy that no other process runs; None where that needs no run. Call it in turn."""
+        elsewhere = self._study.elsewhere()
+        if values is not None and self._study.parameters.key(self._study.parameters.policy(values)) in elsewhere:
+            return None
+        asked = self._ask(values)
+        if asked is None or asked.key not in elsewhere:
+            return asked
+        self._study.fail(asked.trial)
+        others = _unseen_values(self._study, seed=self._settings.seed)
+        return None if others is None else self._ask(others)
+
+    def _ask(self, values: Mapping[str, ParameterValue] | None, arm: Arm | None = None) -> _Asked | None:
+        """Ask for a trial; None where its policy has ended so many workers that it is told as their end."""
+        trial = self._study.ask(values, arm=arm)
+        self._num_asked += 1
+        policy = self._study.parameters.policy(trial.params) if arm is None else arm.policy
+        key = self._study.parameters.key(policy)
+        if self._study.num_lost(key) >= MAX_LOST and self._study.equal_to(key) is None:
+            outcome = Outcome(kind="crashed", message=f"{MAX_LOST} workers ended without a word while they ran it")
+            if arm is not None and arm.name == FP32:
+                self._study.fail(trial)
+                require_reference(outcome)
+            self._study.tell(trial, policy, outcome)
+            return None
+        return _Asked(trial, policy, key, "sampled" if arm is None else arm.name)
 
     def _run(self, asked: Iterable[_Asked]) -> None:
         """Run what was asked for; of equal policies the first."""
@@ -160,6 +246,9 @@ class _Runner:
                         require_reference(outcome)
                     record = self._study.tell(each.trial, each.policy, outcome)
                     del self._running[each.key]
+                    if record is None:
+                        self._events.note(f"trial {each.trial.number}: taken for lost meanwhile; its result is dropped")
+                        continue
                     num_finished = self._study.num_finished
                     self._events.trial_finished(record, num_finished=num_finished, n_trials=self._n_trials)
             while repeated:
@@ -186,7 +275,7 @@ class _Runner:
 
 def _unseen_values(study: SearchStudy, *, seed: int) -> dict[str, ParameterValue] | None:
     """Draw values whose policy was not run yet; None where many draws find none."""
-    known = {record.key for record in study.records}
+    known = {*(record.key for record in study.records), *study.elsewhere()}
     parameters = study.parameters
     rng = np.random.default_rng([seed, len(study.records)])
     for _ in range(MAX_DRAWS):

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import getpass
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from autoprec.errors import StudyError, UsageError, did_you_mean
-from autoprec.policy import content_hash
+from autoprec.search.locks import alone, alone_on_server
+from autoprec.search.network_folders import refuse_network_folder
 
-__all__ = ["open_storage", "close_storage", "storage_errors", "hide_password", "sqlite_url", "alone"]
+__all__ = [
+    "open_storage",
+    "opened",
+    "opened_alone",
+    "close_storage",
+    "storage_errors",
+    "hide_password",
+    "sqlite_url",
+    "without_password",
+]
 
 DIALECTS = ("sqlite", "postgresql", "mysql", "mariadb")
 SQLITE_WAIT_SECONDS = 60
@@ -37,11 +43,23 @@ def hide_password(url: str) -> str:
         return "storage"
 
 
+def without_password(url: str) -> tuple[str, str | None]:
+    """Return the URL without its password, and that."""
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        return url, None
+    password = parsed.password
+    bare = URL.create(parsed.drivername, parsed.username, None, parsed.host, parsed.port, parsed.database, parsed.query)
+    return (url, None) if password is None else (bare.render_as_string(hide_password=False), str(password))
+
+
 def open_storage(url: str) -> RDBStorage:
     """Open an RDB storage by URL.
 
     Raises:
-        UsageError: not a database URL, or a dialect that Optuna does not store studies in.
+        UsageError: not a database URL, a dialect that Optuna does not store studies in, or an SQLite file on a network
+            file system.
         StudyError: the database cannot be reached. No message holds a password.
     """
     dialect = url.partition(":")[0].partition("+")[0].lower()
@@ -51,11 +69,14 @@ def open_storage(url: str) -> RDBStorage:
             f"storage {shown!r} is not a database URL such as sqlite:///study.db or postgresql://user@host/database; "
             f"dialects: {', '.join(DIALECTS)}{did_you_mean(dialect, DIALECTS)}"
         )
+    refuse_network_folder(url)
     wait = {"connect_args": {"timeout": SQLITE_WAIT_SECONDS}} if dialect == "sqlite" else {"pool_pre_ping": True}
     try:
-        storage = RDBStorage(url, engine_kwargs=wait)
+        storage = RDBStorage(_with_driver(url), engine_kwargs=wait)
     except ImportError as error:
-        raise UsageError(f"storage {dialect}: the driver {error.name or 'of this dialect'} is not installed") from None
+        how = "; pip install 'autoprec[postgresql]'" if dialect == "postgresql" else ""
+        driver = error.name or "of this dialect"
+        raise UsageError(f"storage {dialect}: the driver {driver} is not installed{how}") from None
     except (SQLAlchemyError, StorageInternalError, ValueError, OSError) as error:
         reason = _reason(error) or f"cannot be opened ({type(error).__name__})"
         raise StudyError(f"storage {hide_password(url)}: {reason}") from None
@@ -64,10 +85,42 @@ def open_storage(url: str) -> RDBStorage:
     return storage
 
 
+def _with_driver(url: str) -> str:
+    """Name psycopg 3 where the URL names no driver of PostgreSQL, whatever this SQLAlchemy would take."""
+    scheme, rest = url.split(":", maxsplit=1)
+    return f"postgresql+psycopg:{rest}" if scheme.lower() == "postgresql" else url
+
+
 def _let_readers_be(storage: RDBStorage) -> None:
     """Write ahead in a log beside the file: whoever reads the study, for how long ever, keeps no trial waiting."""
     with contextlib.suppress(SQLAlchemyError), storage.engine.connect() as connection:  # not on every file system
         connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+
+
+@contextlib.contextmanager
+def opened(url: str) -> Iterator[RDBStorage]:
+    """Open a storage, and close it at the end; what goes wrong with it meanwhile is one line.
+
+    Raises:
+        UsageError, StudyError: as `open_storage` and `storage_errors`.
+    """
+    with storage_errors(url):
+        storage = open_storage(url)
+        try:
+            yield storage
+        finally:
+            close_storage(storage)
+
+
+@contextlib.contextmanager
+def opened_alone(url: str, folder: Path, study_name: str) -> Iterator[RDBStorage]:
+    """Open a storage for a search, which no other one on the study or with the folder disturbs.
+
+    Raises:
+        UsageError, StudyError: as `opened`; another search is running.
+    """
+    with alone(folder, url, study_name), opened(url) as storage, alone_on_server(storage, study_name):
+        yield storage
 
 
 def close_storage(storage: RDBStorage) -> None:
@@ -122,60 +175,3 @@ _REASONS = {
     "not a database": "the file is no database",
 }
 """What SQLite says, and what that means here."""
-
-
-@contextlib.contextmanager
-def alone(folder: Path, storage: str, study_name: str) -> Iterator[None]:
-    """Hold the locks of an output folder and of a study, so that a RUNNING trial in the study is known to be stale.
-
-    The study's lock is in the folder of its SQLite file, for another database in that of temporary files: it holds
-    for searches of one machine.
-
-    Raises:
-        StudyError: another search holds one; its process is named.
-    """
-    with _held(folder / ".lock", f"in {folder.name}"), _held(_study_lock(storage, study_name), f"on {study_name}"):
-        yield
-
-
-@contextlib.contextmanager
-def _held(path: Path, where: str) -> Iterator[None]:
-    try:
-        file = path.open("a+")
-    except OSError as error:
-        raise StudyError(f"{path.name}: the lock of a search cannot be written ({error.strerror})") from None
-    with file:
-        if not _lock(file):
-            raise StudyError(f"another search{_holder(file)} is running {where}; wait for it, or give another -o")
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without the number
-            os.ftruncate(file.fileno(), 0)
-            os.write(file.fileno(), str(os.getpid()).encode())
-        yield
-
-
-def _study_lock(storage: str, study_name: str) -> Path:
-    file = make_url(storage).database if storage.startswith("sqlite") else None
-    if file:
-        return Path(file).parent / f".{Path(file).name}.{content_hash(study_name)[:10]}.lock"
-    name = content_hash(f"{storage}\0{study_name}")[:20]
-    return Path(tempfile.gettempdir()) / f"autoprec-{getpass.getuser()}-{name}.lock"
-
-
-def _holder(file: IO[str]) -> str:
-    file.seek(0)
-    number = file.read(20).strip()
-    return f" (process {number})" if number.isdigit() else ""
-
-
-def _lock(file: IO[str]) -> bool:
-    if os.name != "posix":
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 import optuna
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import BaseStorage
 from optuna.study import Study, StudyDirection
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from autoprec.errors import StudyError, UsageError
 from autoprec.policy import Policy
-from autoprec.search.arms import FP32
+from autoprec.search.arms import FP32, Arm
 from autoprec.search.fingerprint import Identity, first_difference
 from autoprec.search.parameters import Parameters, ParameterValue
+from autoprec.search.policy_sampler import PolicySampler
+from autoprec.search.presence import HOLDER, Presence
 from autoprec.search.trial_history import CACHED_FROM, FAILED_UNIT
 from autoprec.trials.aborting import AbortRules, training_loss_gap
 from autoprec.trials.outcome import Outcome
@@ -31,6 +37,8 @@ OBJECTIVES: Mapping[str, Literal["minimize", "maximize"]] = {
 }
 IDENTITY = "autoprec:identity"
 EXHAUSTED = "autoprec:exhausted"
+INTERRUPTED = "interrupted"
+"""User attribute of a failed trial: its process ended it in good order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One finished trial as the study keeps it. `arm` names a baseline or warm start; "" for a sampled policy."""
+    """One finished trial as the study keeps it.
+
+    `arm` names a baseline or warm start; "" for a sampled policy. `holder` marks the process that ran it.
+    """
 
     number: int
     arm: str
@@ -63,6 +74,7 @@ class TrialRecord:
     outcome: Outcome
     is_feasible: bool
     is_cached: bool
+    holder: str = ""
 
     @cached_property
     def label(self) -> str:
@@ -73,21 +85,29 @@ class SearchStudy:
     """A view of one Optuna study in the words of the search. All its state is the study's; records are parsed once."""
 
     def __init__(
-        self, study: Study, parameters: Parameters, limits: Limits, pinned: Mapping[str, ParameterValue] | None = None
+        self,
+        study: Study,
+        storage: BaseStorage,
+        parameters: Parameters,
+        limits: Limits,
+        pinned: Mapping[str, ParameterValue] | None = None,
+        presence: Presence | None = None,
     ) -> None:
         self.study = study
         self.pinned = dict(pinned or {})
         self.parameters = parameters
         self.limits = limits
+        self.presence = presence
+        self._storage = storage
         self._parsed: dict[int, TrialRecord] = {}
 
     @property
     def records(self) -> list[TrialRecord]:
         """All finished trials in order, those answered from an equal policy included."""
-        finished = [trial for trial in self.study.get_trials(deepcopy=False) if _is_finished(trial)]
+        finished = [trial for trial in self.study.get_trials(deepcopy=False) if is_finished(trial)]
         for trial in finished:
             if trial.number not in self._parsed:
-                self._parsed[trial.number] = _record(trial)
+                self._parsed[trial.number] = read_record(trial)
         return [self._parsed[trial.number] for trial in finished]
 
     @property
@@ -106,27 +126,85 @@ class SearchStudy:
     def mark_exhausted(self) -> None:
         self.study.set_user_attr(EXHAUSTED, True)
 
-    def ask(self, values: Mapping[str, ParameterValue] | None = None, *, arm: str = "") -> Trial:
-        """Ask for a trial with `values`, those of the arm called `arm` where it has a name; None asks the sampler."""
-        if values is not None:
-            self.study.enqueue_trial(dict(values), user_attrs={"arm": arm} if arm else {})
-        return self.study.ask(fixed_distributions=dict(self.parameters.distributions))
+    def turn(self) -> AbstractContextManager[None]:
+        """Keep other processes from taking a trial meanwhile: what is running now is then known."""
+        return contextlib.nullcontext() if self.presence is None else self.presence.turn()
 
-    def tell(self, trial: Trial, policy: Policy, outcome: Outcome, *, cached_from: int | None = None) -> TrialRecord:
-        """Store an outcome with its constraints, and its objective values unless it was aborted: then it is pruned."""
+    def ask(self, values: Mapping[str, ParameterValue] | None = None, *, arm: Arm | None = None) -> Trial:
+        """Ask for a trial with `values`, or for an arm's; without either the sampler says which.
+
+        Call it in turn. Parameters, policy and holder are written at once: 54 parameters cost a database no more than
+        one. Optuna's own samplers need a trial to sample for, whose parameters are then written one by one.
+        """
+        sampler = self.study.sampler
+        values = arm.values if arm is not None else values
+        if values is None and isinstance(sampler, PolicySampler) and not self._is_waited_for():
+            values = sampler.suggest(self.study, self.parameters.distributions)
+        if values is None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Heartbeat of storage")  # this study beats by itself
+                trial = self.study.ask(fixed_distributions=dict(self.parameters.distributions))
+            for name, value in self._marks(self.parameters.policy(trial.params)).items():
+                trial.set_user_attr(name, value)
+        else:
+            policy = self.parameters.policy(values) if arm is None else arm.policy
+            template = create_trial(
+                state=TrialState.RUNNING,
+                params={name: values[name] for name in self.parameters.distributions},
+                distributions=dict(self.parameters.distributions),
+                user_attrs={**({} if arm is None else {"arm": arm.name}), **self._marks(policy)},
+            )
+            study_id = self._storage.get_study_id_from_name(self.study.study_name)
+            trial = Trial(self.study, self._storage.create_new_trial(study_id, template))
+        if self.presence is not None:
+            self.presence.begin(trial._trial_id)
+        return trial
+
+    def _is_waited_for(self) -> bool:
+        """Whether somebody enqueued a trial by Optuna's own means."""
+        return bool(self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+
+    def _marks(self, policy: Policy) -> dict[str, Any]:
+        about = self._about(policy)
+        return about if self.presence is None else {**about, HOLDER: self.presence.mark}
+
+    def _about(self, policy: Policy) -> dict[str, Any]:
+        return {
+            "policy": policy.model_dump(mode="json", exclude_none=True),
+            "policy_key": self.parameters.key(policy),
+        }
+
+    def tell(
+        self, trial: Trial, policy: Policy, outcome: Outcome, *, cached_from: int | None = None
+    ) -> TrialRecord | None:
+        """Store an outcome with its constraints, and its objective values unless it was aborted: then it is pruned.
+
+        Return None where others took this process for gone and failed the trial: its policy is theirs to run.
+        """
+        try:
+            return self._tell(trial, policy, outcome, cached_from)
+        except UpdateFinishedTrialError:
+            return None
+        finally:
+            if self.presence is not None:
+                self.presence.end(trial._trial_id)
+
+    def _tell(self, trial: Trial, policy: Policy, outcome: Outcome, cached_from: int | None) -> TrialRecord:
         reference = None if trial.user_attrs.get("arm") == FP32 else self.fp32
         fp32 = outcome if reference is None else reference.outcome
-        trial.set_user_attr("policy", policy.model_dump(mode="json", exclude_none=True))
-        trial.set_user_attr("policy_key", self.parameters.key(policy))
+        known = trial.user_attrs
+        for name, value in self._about(policy).items():
+            if name not in known:
+                trial.set_user_attr(name, value)
         if cached_from is not None:
             trial.set_user_attr(CACHED_FROM, cached_from)
         failed = self.parameters.owner_of(outcome.first_non_finite.module) if outcome.first_non_finite else None
-        if failed is not None and self._blames(outcome, is_arm="arm" in trial.user_attrs):
+        if failed is not None and self._blames(outcome, is_arm="arm" in known):
             trial.set_user_attr(FAILED_UNIT, failed)
         for name, value in constraint_values(outcome, fp32, self.limits).items():
             trial.set_constraint(name, value)
         trial.set_user_attr("outcome", outcome.model_dump(mode="json"))  # the last: see `reconcile`
-        return _record(self._close(trial.number, outcome, fp32))
+        return read_record(self._close(trial.number, outcome, fp32))
 
     def _close(self, number: int, outcome: Outcome, fp32: Outcome) -> FrozenTrial:
         if outcome.kind == "aborted":
@@ -139,56 +217,86 @@ class SearchStudy:
             return outcome.skip_rate > self.limits.max_skip_rate and not is_arm
         return not outcome.is_ok
 
-    def fail(self, trial: Trial | FrozenTrial) -> None:
-        """Store that a trial did not finish; it counts for nothing and its policy may be run again."""
-        self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+    def fail(self, trial: Trial | FrozenTrial, *, is_lost: bool = False) -> None:
+        """Store that a trial did not finish; it counts for nothing and its policy may be run again.
+
+        One that was interrupted says so; one that is lost without a word may have ended its process itself.
+        """
+        with contextlib.suppress(UpdateFinishedTrialError):
+            if not is_lost:
+                self._storage.set_trial_user_attr(trial._trial_id, INTERRUPTED, True)
+            self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+        if self.presence is not None:
+            self.presence.end(trial._trial_id)
 
     def equal_to(self, key: str) -> TrialRecord | None:
         """Return the trial that was run with an equal policy; None where none was."""
         return next((record for record in self.records if record.key == key and not record.is_cached), None)
 
-    def settle(self, trial: Trial, policy: Policy) -> bool:
+    def settle(self, trial: Trial, policy: Policy, *, is_lost: bool = False) -> bool:
         """End a trial that was asked for and not run: answer it from an equal one, else fail it and return False."""
         equal = self.equal_to(self.parameters.key(policy))
         if equal is None:
-            self.fail(trial)
+            self.fail(trial, is_lost=is_lost)
             return False
         self.tell(trial, policy, equal.outcome, cached_from=equal.number)
         return True
 
-    def reconcile(self) -> int:
-        """Settle the trials that a killed search left RUNNING; nobody else may run the study.
+    def reap(self) -> int:
+        """Settle the RUNNING trials whose processes are gone, and return how many have to run again. Call it in turn.
 
         One whose outcome was stored is finished, one that equals a finished trial is answered from that. The others
-        are failed, their number is returned, and their policies run again.
+        are failed, and their policies run again.
         """
-        num_failed = 0
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            outcome = trial.user_attrs.get("outcome")
-            if outcome is not None:
-                reference = None if trial.user_attrs.get("arm") == FP32 else self.fp32
-                fp32 = Outcome(**outcome) if reference is None else reference.outcome
-                self._close(trial.number, Outcome(**outcome), fp32)
-            elif set(trial.params) == set(self.parameters.distributions) and not trial.user_attrs.get("arm"):
-                left = Trial(self.study, trial._trial_id)
-                num_failed += not self.settle(left, self.parameters.policy(trial.params))
-            else:
-                self.fail(trial)
-                num_failed += 1
-        return num_failed
+        if self.presence is None:
+            return 0
+        num_failed = len(self._failed())
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        lost = [trial for trial in running if self.presence.is_lost(trial)]
+        for trial in lost:
+            self._settle_lost(trial)
+        self.presence.fail_stale([trial for trial in running if trial not in lost])
+        return len(self._failed()) - num_failed
+
+    def _settle_lost(self, trial: FrozenTrial) -> None:
+        outcome = trial.user_attrs.get("outcome")
+        if outcome is not None:
+            reference = None if trial.user_attrs.get("arm") == FP32 else self.fp32
+            fp32 = Outcome(**outcome) if reference is None else reference.outcome
+            self._close(trial.number, Outcome(**outcome), fp32)
+        elif set(trial.params) == set(self.parameters.distributions) and not trial.user_attrs.get("arm"):
+            left = Trial(self.study, trial._trial_id)
+            self.settle(left, self.parameters.policy(trial.params), is_lost=True)
+        else:
+            self.fail(trial, is_lost=True)
+
+    def _failed(self) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+
+    def elsewhere(self) -> dict[str, str]:
+        """Return key -> arm ("" for a sampled policy) of what other processes run now, as far as is known."""
+        if self.presence is None:
+            return {}
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        others = [trial for trial in running if not self.presence.is_mine(trial)]
+        return {trial.user_attrs["policy_key"]: trial.user_attrs.get("arm", "") for trial in others}
+
+    def num_lost(self, key: str) -> int:
+        """Return how many workers ended without a word while they ran a policy."""
+        lost = [trial.user_attrs for trial in self._failed() if INTERRUPTED not in trial.user_attrs]
+        return sum(a.get("policy_key") == key and a.get(HOLDER, {}).get("role") == "worker" for a in lost)
 
     def interrupted_values(self) -> tuple[list[dict[str, ParameterValue]], bool]:
-        """Return the values of sampled trials that were running when a search was stopped and not run again since.
+        """Return the values of sampled trials that did not finish and have not been run again since, nor are now.
 
         And whether none of those that were asked for together was told, so that some may not have been asked for.
         """
-        finished = {record.key for record in self.records}
-        failed = self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+        settled = {record.key for record in self.records} | set(self.elsewhere())
         lost: dict[str, FrozenTrial] = {}
-        for trial in failed:
+        for trial in self._failed():
             if not trial.user_attrs.get("arm") and set(trial.params) == set(self.parameters.distributions):
                 key = self.parameters.key(self.parameters.policy(trial.params))
-                if key not in finished:
+                if key not in settled:
                     lost.setdefault(key, trial)
         complete = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
         told = max((t.datetime_complete for t in complete if t.datetime_complete is not None), default=None)
@@ -208,7 +316,7 @@ class SearchStudy:
 
 
 def open_study(
-    storage: optuna.storages.BaseStorage,
+    storage: BaseStorage,
     *,
     name: str,
     identity: Identity,
@@ -216,17 +324,19 @@ def open_study(
     parameters: Parameters,
     limits: Limits,
     pinned: Mapping[str, ParameterValue] | None = None,
+    presence: Presence | None = None,
 ) -> SearchStudy:
     """Open the study of a search, as `load_or_create`.
 
     Parameters in `pinned` keep their value in all that is drawn; the baselines and warm starts have their own.
+    Without a `presence` this process is the only one on the study.
     """
     study = load_or_create(storage, name=name, identity=identity, sampler=sampler)
-    return SearchStudy(study, parameters, limits, pinned)
+    return SearchStudy(study, storage, parameters, limits, pinned, presence)
 
 
 def load_or_create(
-    storage: optuna.storages.BaseStorage,
+    storage: BaseStorage,
     *,
     name: str,
     identity: Identity,
@@ -307,11 +417,11 @@ def objective_values(outcome: Outcome, fp32: Outcome) -> list[float]:
     ]
 
 
-def _is_finished(trial: FrozenTrial) -> bool:
+def is_finished(trial: FrozenTrial) -> bool:
     return trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and "outcome" in trial.user_attrs
 
 
-def _record(trial: FrozenTrial) -> TrialRecord:
+def read_record(trial: FrozenTrial) -> TrialRecord:
     attributes: Mapping[str, Any] = trial.user_attrs
     return TrialRecord(
         number=trial.number,
@@ -321,6 +431,7 @@ def _record(trial: FrozenTrial) -> TrialRecord:
         outcome=Outcome(**attributes["outcome"]),
         is_feasible=trial.state == TrialState.COMPLETE and all(value <= 0 for value in trial.constraints.values()),
         is_cached=CACHED_FROM in attributes,
+        holder=attributes.get(HOLDER, {}).get("id", ""),
     )
 
 

@@ -9,10 +9,10 @@ import signal
 import sys
 from collections.abc import Iterator
 
-__all__ = ["as_parent", "end_with_parent", "loading"]
+__all__ = ["as_parent", "end_with_parent", "follow_parent", "loading"]
 
 PARENT = "AUTOPREC_PARENT"
-"""Environment variable: the process that starts a fork server, which may be gone before that can ask for its parent."""
+"""Environment variable: the process that starts another one, which may be gone before that can ask for its parent."""
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
@@ -23,9 +23,18 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
 
 
+def follow_parent() -> None:
+    """End this process in good order when the one that started it, and said so, is gone."""
+    parent = os.environ.pop(PARENT, None)
+    if parent is not None:
+        end_with_parent(signal.SIGTERM)
+        if os.getppid() != int(parent):
+            os._exit(1)
+
+
 @contextlib.contextmanager
 def as_parent() -> Iterator[None]:
-    """Let a fork server that is started meanwhile know whose child it is."""
+    """Let a process that is started meanwhile, and follows its parent, know which that is."""
     os.environ[PARENT] = str(os.getpid())
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,8 @@ from autoprec.units import Units, find_units
 
 
 def _without_sync(connection: Any, _: Any) -> None:
-    connection.execute("PRAGMA synchronous=OFF")
+    if isinstance(connection, sqlite3.Connection):
+        connection.execute("PRAGMA synchronous=OFF")
 
 
 @pytest.fixture(scope="session", autouse=True)

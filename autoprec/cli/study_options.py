@@ -1,0 +1,68 @@
+"""The options that say how a task is searched and where the study is, shared by all that run its trials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from autoprec.cli.task_options import TaskOptions, option
+
+if TYPE_CHECKING:
+    from autoprec.search.plan import SearchPlan
+
+__all__ = ["StudyOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyOptions:
+    """What decides the trials of a study besides the task, and where the study is; one field an option."""
+
+    sampler: Annotated[str, option("policy, tpe, nsga2, gp or random.", "--sampler")] = "policy"
+    space: Annotated[str | None, option("By name (autoprec spaces lists them) or a TOML file.", "--space")] = None
+    margin: Annotated[float | None, option("Accuracy below FP32 that counts as equal; fixed before.", "--margin")] = (
+        None
+    )
+    max_seeds: Annotated[int | None, option("Seeds that the proof may use; 8.", "--max-seeds")] = None
+    prefer: Annotated[str, option("balanced, fastest or smallest.", "--prefer")] = "balanced"
+    steps: Annotated[int | None, option("Optimizer steps of a trial, warm-up included; 28.", "--steps")] = None
+    gpus_per_trial: Annotated[
+        int, option("GPUs that train one trial together, by DistributedDataParallel.", "--gpus-per-trial")
+    ] = 1
+    timeout: Annotated[
+        float | None, option("Seconds in all, after which no new trial is begun; a proof follows.", "--timeout")
+    ] = None
+    trial_timeout: Annotated[float, option("Seconds after which a trial is ended.", "--trial-timeout")] = 900
+    storage: Annotated[str | None, option("Optuna database URL; a file in the folder.", "--storage")] = None
+    study_name: Annotated[str | None, option("Name of the study.", "--study-name")] = None
+    heartbeat: Annotated[
+        int | None,
+        option(
+            "Seconds between two signs of life of a process on the study; decided by its first one; 15.", "--heartbeat"
+        ),
+    ] = None
+
+    def prepare(self, task: TaskOptions, *, devices: Sequence[str] = (), **settings: Any) -> SearchPlan:
+        """Prepare the search of a task; `settings` are the fields of `SearchSettings` that are no options here.
+
+        Raises:
+            UsageError, TaskError: as `prepare_search`.
+        """
+        from autoprec.search.plan import SearchSettings, prepare_search
+        from autoprec.search.proof import build_proof, proof_steps
+        from autoprec.search.recommendation import as_preference
+
+        trial = task.trial_settings(num_processes=self.gpus_per_trial).with_steps(self.steps)
+        search = SearchSettings(
+            sampler=self.sampler,
+            space=self.space,
+            prefer=as_preference(self.prefer),
+            timeout_seconds=self.timeout,
+            storage=self.storage,
+            study_name=self.study_name,
+            heartbeat_seconds=self.heartbeat,
+            proof=build_proof(self.margin, self.max_seeds, num_steps=proof_steps(trial)),
+            devices=tuple(devices),
+            **settings,
+        )
+        return prepare_search(task.build_task(), trial=trial, settings=search)

@@ -1,0 +1,125 @@
+"""What a job of an engine runs: `autoprec` with the user's own options, in a process that ends with the job."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autoprec.trials.lifeline import as_parent
+
+__all__ = ["Command", "Finished", "WorkerLostError"]
+
+MAX_LOST = 3
+"""Times that a command which a signal ended is started again in the same job."""
+NUM_LINES = 30
+"""Last lines of stderr that come back."""
+STOP_SECONDS = 10.0
+
+
+class WorkerLostError(RuntimeError):
+    """A command that a signal has ended as often as it was started: the machine's fault rather than the user's."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended: its exit code, its stdout, the last lines of its stderr, and the files that it wrote."""
+
+    exit_code: int
+    stdout: str = ""
+    stderr: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+
+
+class Command:
+    """Run `autoprec` with these arguments, wherever this object was unpickled.
+
+    Its process gets SIGTERM when the one that runs this is gone, so that no device has a worker that nobody knows.
+
+    Args:
+        arguments: of the command line.
+        folder: where it runs, if there is such a folder: paths in the arguments are relative to it.
+        password: of the database, handed over in the environment and never on a command line.
+        returns_files: let it write to a temporary folder, and bring what is there back.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], *, folder: str, password: str | None = None, returns_files: bool = False
+    ) -> None:
+        self.arguments = list(arguments)
+        self.folder = folder
+        self.returns_files = returns_files
+        self._password = password
+        self._process: subprocess.Popen[str] | None = None
+        self._is_stopped = False
+
+    def __call__(self) -> Finished:
+        """Run the command to its end, again where a signal has ended it.
+
+        Raises:
+            WorkerLostError: one has ended it `MAX_LOST` times.
+        """
+        with tempfile.TemporaryDirectory(prefix="autoprec-") as folder:
+            more = ["--output", folder] if self.returns_files else []
+            for _ in range(MAX_LOST):
+                finished = self._run([*self.arguments, *more])
+                if finished.exit_code >= 0 or self._is_stopped:
+                    files = {path.name: path.read_text() for path in Path(folder).glob("*.json")}
+                    return Finished(finished.exit_code, finished.stdout, finished.stderr, files)
+        raise WorkerLostError(f"signal {-finished.exit_code} ended the worker {MAX_LOST} times\n{finished.stderr}")
+
+    def stop(self) -> None:
+        """Let the running trial go, so that another worker runs it again."""
+        self._is_stopped = True
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+
+    def checkpoint(self) -> object:
+        """Say what submitit is to run when it queues the job again: the same, since the study holds all there is."""
+        from submitit.helpers import DelayedSubmission
+
+        self.stop()
+        return DelayedSubmission(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_process": None, "_is_stopped": False}
+
+    def _run(self, arguments: Sequence[str]) -> Finished:
+        environment = {**os.environ, **({} if self._password is None else {"PGPASSWORD": self._password})}
+        folder = self.folder if Path(self.folder).is_dir() else None
+        last: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
+        with tempfile.TemporaryFile("w+") as stdout:
+            with as_parent():
+                environment |= {name: os.environ[name] for name in os.environ if name.startswith("AUTOPREC_")}
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "autoprec", *arguments],
+                    env=environment,
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    errors="replace",
+                )
+            self._process = process
+            assert process.stderr is not None
+            with process.stderr:
+                for line in process.stderr:
+                    last.append(line)
+                    sys.stderr.write(line)
+                    sys.stderr.flush()
+            code = process.wait()
+            stdout.seek(0)
+            text = stdout.read()
+        if not self.returns_files:
+            print(text, end="", flush=True)
+        return Finished(code, text, "".join(last))

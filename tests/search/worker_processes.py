@@ -1,0 +1,59 @@
+"""Worker processes on one study, with trials that sleep: `python worker_processes.py '{"storage": ..., ...}'`.
+
+All is imported once, then each worker is forked: it is there at once. Prints the processes' numbers as one JSON line,
+then what each ended with, as another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from toys import FakeMeasure, tiny_plan
+
+from autoprec.policy import Policy
+from autoprec.search.workers import run_worker
+from autoprec.trials.outcome import Outcome, TrialSettings
+
+
+class SleepingMeasure(FakeMeasure):
+    """Writes a line for each trial that it begins, and takes as long as it is told."""
+
+    def __init__(self, log: Path, seconds: float) -> None:
+        super().__init__(noise=0.001)
+        self._log, self._seconds = log, seconds
+
+    def __call__(self, policy: Policy, settings: TrialSettings) -> Outcome:
+        with self._log.open("a") as file:
+            file.write(f"{os.getpid()} {json.dumps(json.loads(policy.to_json()))}\n")
+        time.sleep(self._seconds)
+        return super().__call__(policy, settings)
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    settings = {"storage": given["storage"], "study_name": "shared", "heartbeat_seconds": given.get("heartbeat", 1)}
+    plan = tiny_plan(given["folder"], sampler=given.get("sampler", "policy"), **settings)
+    log = Path(given["folder"]) / "begun.txt"
+    numbers = []
+    for _ in range(given["workers"]):
+        number = os.fork()
+        if number == 0:
+            code = 1
+            try:
+                run_worker(plan, SleepingMeasure(log, given["seconds"]), n_trials=given["n_trials"])
+                code = 0
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        numbers.append(number)
+    print(json.dumps(numbers), flush=True)
+    ended = {number: os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) for number in numbers}
+    print(json.dumps(ended), flush=True)
+
+
+if __name__ == "__main__":
+    main()
