@@ -52,8 +52,14 @@ def _search(
     started = time.perf_counter()
     check_format(format)
     if not engine.is_local:
-        more = {"n_trials": n_trials, "memory_budget": memory_budget, "workers": workers, "devices": devices}
-        raise typer.Exit(_search_elsewhere(task, study, engine, output=output, format=format, **more))
+        if devices is not None:
+            raise UsageError(f"--devices: not with --engine {engine.engine}, which gives each worker its own")
+        arguments = ["--n-trials", str(n_trials)]
+        budget = [] if memory_budget is None else ["--memory-budget", memory_budget]
+        parse_memory(memory_budget)
+        raise typer.Exit(
+            _search_elsewhere(task, study, engine, arguments, budget, workers=workers, output=output, format=format)
+        )
     settings = {
         "n_trials": n_trials,
         "memory_budget_bytes": parse_memory(memory_budget),
@@ -76,28 +82,22 @@ def _search_elsewhere(
     task: TaskOptions,
     study: StudyOptions,
     engine: EngineOptions,
+    total: list[str],
+    budget: list[str],
     *,
-    n_trials: int,
-    memory_budget: str | None,
     workers: int | None,
-    devices: str | None,
     output: Path | None,
     format: str,
 ) -> int:
     """Let an engine run the search; print what its proof printed, and return its exit code."""
     from autoprec.cli.progress import TrialLines
 
-    parse_memory(memory_budget)
-    if devices is not None:
-        raise UsageError(f"--devices: not with --engine {engine.engine}, which gives each worker its own")
-    shared = as_arguments(task, dataclasses.replace(study, storage=None, study_name=None))
-    total = ["--n-trials", str(n_trials)]
-    budget = [] if memory_budget is None else ["--memory-budget", memory_budget]
+    shared = [*as_arguments(task, dataclasses.replace(study, storage=None, study_name=None)), *total]
     try:
         with interruptible():
             finished = engine.run(
-                [*shared, *total],
-                [*shared, *total, *budget, "--format", format],
+                shared,
+                [*shared, *budget, "--format", format],
                 storage=study.storage,
                 study_name=study.study_name,
                 num_workers=workers,

@@ -153,7 +153,8 @@ def as_arguments(*options: Any) -> list[str]:
         for field in dataclasses.fields(group):
             value = getattr(group, field.name)
             if value != field.default:
-                found += _as_arguments(hints[field.name].__metadata__[0].param_decls, value)
+                declared = hints[field.name].__metadata__[0]  # typer takes its first name for a default at first
+                found += _as_arguments([declared.default, *declared.param_decls], value)
     return found
 
 

@@ -22,6 +22,7 @@ from autoprec.search.events import Events
 from autoprec.search.export import exported_policy, proof_means
 from autoprec.search.front import build_front
 from autoprec.search.judging import Contender
+from autoprec.search.locks import in_turn
 from autoprec.search.lookahead import Measure
 from autoprec.search.loss_test import lowers_loss
 from autoprec.search.measuring import open_measure
@@ -206,8 +207,10 @@ def present(plan: SearchPlan, storage: RDBStorage, role: Role, events: Events) -
     Raises:
         UsageError, StudyError: as `load_or_create`; an SQLite file that another machine uses.
     """
-    study = load_or_create(storage, name=plan.study_name, identity=plan.identity)
-    with Presence(study, storage, role=role, heartbeat_seconds=plan.settings.heartbeat_seconds) as presence:
+    with in_turn(storage, plan.study_name):
+        study = load_or_create(storage, name=plan.study_name, identity=plan.identity)
+        presence = Presence(study, storage, role=role, heartbeat_seconds=plan.settings.heartbeat_seconds)
+    with presence:
         require_one_machine(presence, storage.url, events)
         yield presence
 

@@ -83,6 +83,7 @@ class PolicySampler(BaseSampler):
         self._searched_late = tuple(name for name in late if name in self._fixed)
         self._safe_choice = safe_choice
         self._ignore_failed = ignore_failed
+        self._last_place: tuple[Study, int, int] | None = None
         self._common = IntersectionSearchSpace(include_pruned=True)
 
     def reseed_rng(self) -> None:
@@ -173,8 +174,11 @@ class PolicySampler(BaseSampler):
         """Return the trial's number, those left out that were interrupted: what is drawn is as in an unbroken study."""
         if not self._ignore_failed:
             return trial.number
-        failed = study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
-        return trial.number - sum(other.number < trial.number for other in failed)
+        if self._last_place is None or self._last_place[:2] != (study, trial.number):
+            failed = study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+            place = trial.number - sum(other.number < trial.number for other in failed)
+            self._last_place = (study, trial.number, place)
+        return self._last_place[2]
 
     def _late(self, study: Study, trial: FrozenTrial) -> str | None:
         """Return the late parameter that this trial is about; None where it is about precisions."""

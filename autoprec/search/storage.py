@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError, ProgrammingError, SQLAlchemyError
 
 from autoprec.errors import StudyError, UsageError, did_you_mean
 from autoprec.search.locks import alone, alone_on_server
@@ -29,6 +31,8 @@ __all__ = [
 
 DIALECTS = ("sqlite", "postgresql", "mysql", "mariadb")
 SQLITE_WAIT_SECONDS = 60
+CREATE_ATTEMPTS, CREATE_PAUSE_SECONDS = 20, 0.25
+"""Making the tables takes some hundred milliseconds."""
 
 
 def sqlite_url(path: Path) -> str:
@@ -72,7 +76,7 @@ def open_storage(url: str) -> RDBStorage:
     refuse_network_folder(url)
     wait = {"connect_args": {"timeout": SQLITE_WAIT_SECONDS}} if dialect == "sqlite" else {"pool_pre_ping": True}
     try:
-        storage = RDBStorage(_with_driver(url), engine_kwargs=wait)
+        storage = _create(_with_driver(url), wait)
     except ImportError as error:
         how = "; pip install 'autoprec[postgresql]'" if dialect == "postgresql" else ""
         driver = error.name or "of this dialect"
@@ -83,6 +87,19 @@ def open_storage(url: str) -> RDBStorage:
     if dialect == "sqlite":
         _let_readers_be(storage)
     return storage
+
+
+def _create(url: str, engine_kwargs: dict[str, Any]) -> RDBStorage:
+    """Open a database; where another process makes the tables of an empty one at the same time, once they are there."""
+    for _ in range(CREATE_ATTEMPTS):
+        try:
+            return RDBStorage(url, engine_kwargs=engine_kwargs)
+        except (IntegrityError, OperationalError, ProgrammingError) as error:
+            is_race = isinstance(error, IntegrityError) or "already exists" in str(error)
+            if not is_race:
+                raise
+            time.sleep(CREATE_PAUSE_SECONDS)
+    return RDBStorage(url, engine_kwargs=engine_kwargs)
 
 
 def _with_driver(url: str) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -100,11 +99,18 @@ class SearchStudy:
         self.presence = presence
         self._storage = storage
         self._parsed: dict[int, TrialRecord] = {}
+        self._read: list[FrozenTrial] | None = None
+
+    def _trials(self, *states: TrialState) -> list[FrozenTrial]:
+        """Return the trials in these states, all where none is named: as they were at the last turn or change here."""
+        if self._read is None:
+            self._read = self.study.get_trials(deepcopy=False)
+        return [trial for trial in self._read if not states or trial.state in states]
 
     @property
     def records(self) -> list[TrialRecord]:
         """All finished trials in order, those answered from an equal policy included."""
-        finished = [trial for trial in self.study.get_trials(deepcopy=False) if is_finished(trial)]
+        finished = [trial for trial in self._trials() if is_finished(trial)]
         for trial in finished:
             if trial.number not in self._parsed:
                 self._parsed[trial.number] = read_record(trial)
@@ -126,9 +132,12 @@ class SearchStudy:
     def mark_exhausted(self) -> None:
         self.study.set_user_attr(EXHAUSTED, True)
 
-    def turn(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
         """Keep other processes from taking a trial meanwhile: what is running now is then known."""
-        return contextlib.nullcontext() if self.presence is None else self.presence.turn()
+        with contextlib.nullcontext() if self.presence is None else self.presence.turn():
+            self._read = None
+            yield
 
     def ask(self, values: Mapping[str, ParameterValue] | None = None, *, arm: Arm | None = None) -> Trial:
         """Ask for a trial with `values`, or for an arm's; without either the sampler says which.
@@ -158,11 +167,12 @@ class SearchStudy:
             trial = Trial(self.study, self._storage.create_new_trial(study_id, template))
         if self.presence is not None:
             self.presence.begin(trial._trial_id)
+        self._read = None
         return trial
 
     def _is_waited_for(self) -> bool:
         """Whether somebody enqueued a trial by Optuna's own means."""
-        return bool(self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+        return bool(self._trials(TrialState.WAITING))
 
     def _marks(self, policy: Policy) -> dict[str, Any]:
         about = self._about(policy)
@@ -186,6 +196,7 @@ class SearchStudy:
         except UpdateFinishedTrialError:
             return None
         finally:
+            self._read = None
             if self.presence is not None:
                 self.presence.end(trial._trial_id)
 
@@ -226,6 +237,7 @@ class SearchStudy:
             if not is_lost:
                 self._storage.set_trial_user_attr(trial._trial_id, INTERRUPTED, True)
             self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+        self._read = None
         if self.presence is not None:
             self.presence.end(trial._trial_id)
 
@@ -251,11 +263,12 @@ class SearchStudy:
         if self.presence is None:
             return 0
         num_failed = len(self._failed())
-        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        running = self._trials(TrialState.RUNNING)
         lost = [trial for trial in running if self.presence.is_lost(trial)]
         for trial in lost:
             self._settle_lost(trial)
         self.presence.fail_stale([trial for trial in running if trial not in lost])
+        self._read = None
         return len(self._failed()) - num_failed
 
     def _settle_lost(self, trial: FrozenTrial) -> None:
@@ -271,13 +284,13 @@ class SearchStudy:
             self.fail(trial, is_lost=True)
 
     def _failed(self) -> list[FrozenTrial]:
-        return self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+        return self._trials(TrialState.FAIL)
 
     def elsewhere(self) -> dict[str, str]:
         """Return key -> arm ("" for a sampled policy) of what other processes run now, as far as is known."""
         if self.presence is None:
             return {}
-        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        running = self._trials(TrialState.RUNNING)
         others = [trial for trial in running if not self.presence.is_mine(trial)]
         return {trial.user_attrs["policy_key"]: trial.user_attrs.get("arm", "") for trial in others}
 
@@ -298,7 +311,7 @@ class SearchStudy:
                 key = self.parameters.key(self.parameters.policy(trial.params))
                 if key not in settled:
                     lost.setdefault(key, trial)
-        complete = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+        complete = self._trials(TrialState.COMPLETE, TrialState.PRUNED)
         told = max((t.datetime_complete for t in complete if t.datetime_complete is not None), default=None)
         started = min((t.datetime_start for t in lost.values() if t.datetime_start is not None), default=None)
         is_untold = started is not None and (told is None or told <= started)

@@ -25,8 +25,11 @@ def find_programs() -> Path | None:
 
 
 @contextmanager
-def postgres_server(programs: Path) -> Iterator[str]:
-    """Start a server and yield the URL of its database; the password is needed."""
+def postgres_server(programs: Path, *, is_safe: bool = False) -> Iterator[str]:
+    """Start a server and yield the URL of its database; the password is needed.
+
+    What it keeps need not survive a power cut, unless it `is_safe`, as a real one is.
+    """
     with tempfile.TemporaryDirectory(prefix="autoprec-pg-") as name:
         folder = Path(name)
         (folder / "password").write_text("s3cret")
@@ -51,7 +54,16 @@ def postgres_server(programs: Path) -> Iterator[str]:
         )
         assert made.returncode == 0, made.stderr
         port = free_port()
-        settings = ["-c", "listen_addresses=127.0.0.1", "-c", "fsync=off", "-k", str(folder), "-p", str(port)]
+        settings = [
+            "-c",
+            "listen_addresses=127.0.0.1",
+            "-c",
+            f"fsync={'on' if is_safe else 'off'}",
+            "-k",
+            str(folder),
+            "-p",
+            str(port),
+        ]
         with (folder / "log").open("w") as log:
             server = subprocess.Popen(
                 [programs / "postgres", "-D", folder / "data", *settings], stdout=log, stderr=log, cwd="/", **owner

@@ -19,7 +19,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 from postgres_server import find_programs, postgres_server
-from toys import FakeMeasure, tiny_plan
+from toys import Chain, FakeMeasure, tiny_plan, tiny_task
 
 from autoprec.errors import StudyError, TaskError, UsageError
 from autoprec.policy import Number, Policy
@@ -128,12 +128,15 @@ def test_optunas_own_samplers_work_with_many(sampler: str, tmp_path: Path) -> No
 
 
 def plan_on(url: str, folder: Path, **settings: Any) -> Any:
-    return tiny_plan(folder, storage=url, study_name="shared", heartbeat_seconds=1, **settings)
+    task = tiny_task(model=Chain)
+    return tiny_plan(folder, task=task, storage=url, study_name="shared", heartbeat_seconds=1, **settings)
 
 
 def test_a_worker_goes_on_with_a_search_and_a_search_with_a_worker(url: str, tmp_path: Path) -> None:
     """The numbers are those of one process alone: cheap measurements do not depend on who runs them."""
-    alone = run_search(tiny_plan(tmp_path / "alone", n_trials=12), FakeMeasure(noise=0.001))
+    alone = run_search(
+        tiny_plan(tmp_path / "alone", task=tiny_task(model=Chain), n_trials=12), FakeMeasure(noise=0.001)
+    )
     with pytest.raises(KeyboardInterrupt):
         run_search(plan_on(url, tmp_path / "run", n_trials=12), FakeMeasure(noise=0.001, stop_at=4))
     measure = FakeMeasure(noise=0.001)

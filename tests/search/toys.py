@@ -41,6 +41,23 @@ class _Block(nn.Module):
         return x + self.act(self.bn(self.conv(x)))
 
 
+class Chain(nn.Module):
+    """Linear layers of growing width, a LayerNorm behind each: more policies than a search ever sees."""
+
+    def __init__(self, num_layers: int = 10) -> None:
+        super().__init__()
+        widths = range(4, 4 + num_layers)
+        self.layers = nn.ModuleList([nn.Linear(width, width + 1) for width in widths])
+        self.norms = nn.ModuleList([nn.LayerNorm(width + 1) for width in widths])
+        self.head = nn.Linear(4 + num_layers, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.mean(dim=(2, 3))
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(layer(x))
+        return self.head(x)
+
+
 def tiny_task(**changes: object) -> Task:
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(4, 4, 4, 4, generator=generator), torch.tensor([0, 1, 2, 0])) for _ in range(2)]

@@ -10,9 +10,10 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
-from toys import FakeMeasure, tiny_plan
+from toys import Chain, FakeMeasure, tiny_plan, tiny_task
 
 from autoprec.policy import Policy
 from autoprec.search.workers import run_worker
@@ -35,8 +36,12 @@ class SleepingMeasure(FakeMeasure):
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    settings = {"storage": given["storage"], "study_name": "shared", "heartbeat_seconds": given.get("heartbeat", 1)}
-    plan = tiny_plan(given["folder"], sampler=given.get("sampler", "policy"), **settings)
+    settings = {
+        "storage": given["storage"],
+        "study_name": given.get("study_name", "shared"),
+        "heartbeat_seconds": given.get("heartbeat", 1),
+    }
+    plan = tiny_plan(given["folder"], task=tiny_task(model=Chain), sampler=given.get("sampler", "policy"), **settings)
     log = Path(given["folder"]) / "begun.txt"
     numbers = []
     for _ in range(given["workers"]):
@@ -46,6 +51,8 @@ def main() -> None:
             try:
                 run_worker(plan, SleepingMeasure(log, given["seconds"]), n_trials=given["n_trials"])
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stderr.flush()
                 os._exit(code)

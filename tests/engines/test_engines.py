@@ -1,0 +1,172 @@
+"""Searches on real engines: Ray with two GPUs that it only believes in, submitit's own executor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import optuna
+import pytest
+from recorded_task import RECORD, SECONDS
+
+from autoprec import load_policy
+
+TASK = f"{Path(__file__).with_name('recorded_task.py')}:task"
+TOTAL = 12
+SHORT = ["--n-trials", str(TOTAL), "--steps", "4", "--max-seeds", "2", "--heartbeat", "2"]
+
+
+@pytest.fixture(scope="module")
+def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A cluster of this machine's own that believes in two GPUs."""
+    pytest.importorskip("ray", reason="needs Ray: pip install 'autoprec[ray]'")
+    port = 20000 + os.getpid() % 20000
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
+    has = ["--num-cpus=4", "--num-gpus=2", "--include-dashboard=false", "--disable-usage-stats"]
+    with subprocess.Popen(
+        [*ray, "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1", *has],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as head:
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            head.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                head.wait(30)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(head.pid, signal.SIGKILL)
+
+
+def start(folder: Path, engine: str, *more: str, task: str = TASK, seconds: float = 0.5) -> subprocess.Popen[str]:
+    place = ["--storage", f"sqlite:///{folder / 'study.db'}", "--study-name", "on-an-engine", "-o", str(folder / "run")]
+    return subprocess.Popen(
+        [sys.executable, "-m", "autoprec", "search", "--task", task, *SHORT, *place, "--engine", engine, *more],
+        env={**os.environ, RECORD: str(folder / "record.txt"), SECONDS: str(seconds), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def record(folder: Path) -> list[tuple[str, int]]:
+    """Return (devices that it saw, process) of each training that was begun."""
+    path = folder / "record.txt"
+    lines = [line.rpartition(" ") for line in path.read_text().splitlines()] if path.exists() else []
+    return [(devices, int(process)) for devices, _, process in lines]
+
+
+def workers(folder: Path) -> list[int]:
+    """Return the `autoprec worker` processes on the study in a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().decode(errors="replace").split("\0")
+            if "worker" in words and any(str(folder) in word for word in words):
+                found.append(int(path.parent.name))
+    return found
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def wait_for_trials(search: subprocess.Popen[str], folder: Path, *, count: int) -> None:
+    deadline = time.monotonic() + 180
+    while len(finished(folder)) < count:
+        assert search.poll() is None, search.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def finished(folder: Path) -> list[optuna.trial.FrozenTrial]:
+    """Return the trials that were run to their end; none where there is no study yet."""
+    if not (folder / "study.db").exists():
+        return []
+    storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.db'}", skip_table_creation=True)
+    try:
+        trials = optuna.load_study(study_name=None, storage=storage).get_trials(deepcopy=False)
+    except (KeyError, ValueError, optuna.exceptions.StorageInternalError):  # not made yet
+        return []
+    finally:
+        storage.engine.dispose()
+    ran = [trial for trial in trials if "outcome" in trial.user_attrs and trial.state.is_finished()]
+    return [trial for trial in ran if "cached_from" not in trial.user_attrs]
+
+
+def check_ended(search: subprocess.Popen[str], folder: Path) -> None:
+    """Check that a search ends with a recommendation, the total, no policy twice, and no worker left."""
+    stdout, stderr = search.communicate(timeout=300)
+    assert search.returncode in (0, 3), stderr
+    assert "the trials are done; the proof runs as one more job" in stdout
+    assert load_policy(folder / "run" / "policy.json").recommendation is not None
+    assert json.loads((folder / "run" / "front.json").read_text())
+    ran = finished(folder)
+    assert len(ran) == TOTAL
+    assert len({trial.user_attrs["policy_key"] for trial in ran}) == TOTAL
+    assert workers(folder) == []
+
+
+def test_ray_runs_two_trials_at_a_time_each_on_its_own_device(ray_address: str, tmp_path: Path) -> None:
+    search = start(tmp_path, f"ray:{ray_address}")
+    wait_for_trials(search, tmp_path, count=4)
+    assert len(workers(tmp_path)) == 2
+    check_ended(search, tmp_path)
+    seen = {process: devices for devices, process in record(tmp_path)}
+    holders = {trial.user_attrs["holder"]["process"] for trial in finished(tmp_path)}
+    assert len(holders) == 2
+    assert {"0", "1"} <= set(seen.values())
+    assert len(set(record(tmp_path))) == len(seen)  # no process saw another device than its own
+
+
+@pytest.mark.parametrize("which", ["worker", "ray's process"])
+def test_ray_runs_the_trial_of_a_killed_worker_again(which: str, ray_address: str, tmp_path: Path) -> None:
+    search = start(tmp_path, f"ray:{ray_address}")
+    wait_for_trials(search, tmp_path, count=4)
+    victim = workers(tmp_path)[0]
+    os.kill(victim if which == "worker" else parent_of(victim), signal.SIGKILL)
+    check_ended(search, tmp_path)
+
+
+@pytest.mark.parametrize("which", ["worker", "job"])
+def test_submitit_runs_the_trial_of_a_killed_worker_again(which: str, tmp_path: Path) -> None:
+    pytest.importorskip("submitit", reason="needs submitit: pip install 'autoprec[slurm]'")
+    search = start(tmp_path, "slurm:local", "--workers", "2", "--device", "cpu")
+    wait_for_trials(search, tmp_path, count=4)
+    victim = workers(tmp_path)[0]
+    os.kill(victim if which == "worker" else parent_of(victim), signal.SIGKILL)
+    check_ended(search, tmp_path)
+    assert list((tmp_path / "run" / "jobs").glob("*.out"))
+
+
+def test_an_error_of_the_users_ends_all_with_its_message_and_is_not_tried_again(tmp_path: Path) -> None:
+    pytest.importorskip("submitit", reason="needs submitit: pip install 'autoprec[slurm]'")
+    search = start(tmp_path, "slurm:local", "--workers", "2", task=TASK.replace(":task", ":broken"))
+    stdout, stderr = search.communicate(timeout=120)
+    assert search.returncode == 1
+    assert "no worker is left, and" in stderr
+    assert "no data here" in stderr
+    assert stdout.count("a worker ended with exit code 2") == 2
+
+
+def test_an_interrupted_search_takes_its_jobs_along(tmp_path: Path) -> None:
+    pytest.importorskip("submitit", reason="needs submitit: pip install 'autoprec[slurm]'")
+    search = start(tmp_path, "slurm:local", "--workers", "2", "--device", "cpu")
+    wait_for_trials(search, tmp_path, count=2)
+    search.send_signal(signal.SIGINT)
+    _, stderr = search.communicate(timeout=30)
+    assert search.returncode == 130
+    assert "the same command goes on where it stopped" in stderr
+    deadline = time.monotonic() + 10
+    while workers(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert workers(tmp_path) == []
+    check_ended(start(tmp_path, "slurm:local", "--workers", "1", "--device", "cpu"), tmp_path)
