@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 SEARCH ?= --model resnet50 --n-trials 8
 
-.PHONY: search test lint types pytest test-families test-integrations test-slow benchmarks clean
+.PHONY: search test lint types pytest test-families test-integrations test-cluster test-slow benchmarks clean
 
 search: $(VENV)/.installed
 	$(BIN)/autoprec search $(SEARCH)
@@ -31,6 +31,11 @@ test-families: $(VENV)/.installed-dev
 test-integrations: $(VENV)/.installed-dev
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-compile --editable ".[lightning,accelerate,hf,timm,onnx]" onnxruntime deepspeed tensorboard
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS) --dist worksteal tests/integrations
+
+# Searches on a Ray cluster of this machine and on submitit's own executor.
+test-cluster: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[slurm,ray]"
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/engines
 
 # Heavier checks than the suite allows, and every figure that the documentation quotes.
 test-slow: $(VENV)/.installed-dev

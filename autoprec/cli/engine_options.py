@@ -102,12 +102,17 @@ class EngineOptions:
         finally:
             engine.close()
 
+    @property
+    def _is_on_this_machine(self) -> bool:
+        kind, _, place = self.engine.partition(":")
+        return place == "local" if kind == "slurm" else place.partition(":")[0] in ("", "127.0.0.1", "localhost")
+
     def _storage(self, url: str, kind: str) -> tuple[str, str | None]:
         """Return the URL for the workers' command lines, and the password apart."""
         from autoprec.search.network_folders import sqlite_path
         from autoprec.search.storage import without_password
 
-        if sqlite_path(url) is not None and self.engine not in ("slurm:local", "ray"):
+        if sqlite_path(url) is not None and not self._is_on_this_machine:
             raise UsageError(
                 f"engine {self.engine}: SQLite is for the processes of one machine; give --storage"
                 " postgresql://USER@HOST/DATABASE"

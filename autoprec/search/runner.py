@@ -147,7 +147,7 @@ class _Runner:
             if arm.name != FP32 and not self._has_reference():
                 return
             with self._study.turn():
-                self._study.reap()
+                self._reap_in_turn()
                 taken = {*self._study.elsewhere().values(), *(record.arm for record in self._study.records)}
                 asked = None if arm.name in taken else self._ask(None, arm)
             if asked is not None:
@@ -178,7 +178,10 @@ class _Runner:
 
     def _reap(self) -> None:
         with self._study.turn():
-            num_lost = self._study.reap()
+            self._reap_in_turn()
+
+    def _reap_in_turn(self) -> None:
+        num_lost = self._study.reap()
         if num_lost:
             self._events.note(f"{num_lost} trial(s) of a process that is gone are marked as failed and run again")
 

@@ -25,6 +25,7 @@ POLICY = '{"schema_version": 1, "modules": {"layer9": "fp16"}}'
 ERRORS = {
     "autoprec": ["serach", "--verbos", "-v -q diff a b"],
     "search": ["--modle mlp", "--model resnet5", "--n-trials 0", "--format jsn", "--memory-budget 12", "--gpu a1000"],
+    "worker": ["", "--storage x.db --study-name s", "--storage sqlite:///x.db --study-name s --n-trials 0"],
     "verify": ["", "nowhere.json", "bad.json", "--max-seeds x nowhere.json"],
     "choose": ["", "nowhere", "nowhere --memory-budget 0GB"],
     "show": ["", "nowhere.json", "bad.json", "policy.json --schema", "policy.json --format xml"],

@@ -1,4 +1,7 @@
-"""A tiny task that writes down where each of its trainings begins: the device that it sees, and its process."""
+"""A tiny task that writes down where each of its trainings begins: the device that it sees, and its process.
+
+It does so where the folder in which it runs has a file called `SECONDS`, which says how long a training is to take.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from torch import nn
 
 from autoprec import Task
 
-RECORD = "AUTOPREC_TEST_RECORD"
-SECONDS = "AUTOPREC_TEST_SECONDS"
+RECORD = Path("record.txt")
+SECONDS = Path("seconds.txt")
 
 
 class Net(nn.Module):
@@ -28,12 +31,11 @@ class Net(nn.Module):
 
 
 def build_model() -> nn.Module:
-    """Build the network for a training, after a while; `RECORD` names the file."""
-    path = os.environ.get(RECORD)
-    if path is not None:
-        with Path(path).open("a") as file:
+    """Build the network for a training, after a while."""
+    if SECONDS.exists():
+        with RECORD.open("a") as file:
             file.write(f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')} {os.getpid()}\n")
-        time.sleep(float(os.environ.get(SECONDS, "0")))
+        time.sleep(float(SECONDS.read_text()))
     return Net()
 
 

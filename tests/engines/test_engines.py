@@ -47,10 +47,12 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def start(folder: Path, engine: str, *more: str, task: str = TASK, seconds: float = 0.5) -> subprocess.Popen[str]:
+    (folder / SECONDS).write_text(str(seconds))
     place = ["--storage", f"sqlite:///{folder / 'study.db'}", "--study-name", "on-an-engine", "-o", str(folder / "run")]
     return subprocess.Popen(
         [sys.executable, "-m", "autoprec", "search", "--task", task, *SHORT, *place, "--engine", engine, *more],
-        env={**os.environ, RECORD: str(folder / "record.txt"), SECONDS: str(seconds), "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -59,7 +61,7 @@ def start(folder: Path, engine: str, *more: str, task: str = TASK, seconds: floa
 
 def record(folder: Path) -> list[tuple[str, int]]:
     """Return (devices that it saw, process) of each training that was begun."""
-    path = folder / "record.txt"
+    path = folder / RECORD
     lines = [line.rpartition(" ") for line in path.read_text().splitlines()] if path.exists() else []
     return [(devices, int(process)) for devices, _, process in lines]
 
@@ -93,7 +95,7 @@ def finished(folder: Path) -> list[optuna.trial.FrozenTrial]:
         return []
     storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.db'}", skip_table_creation=True)
     try:
-        trials = optuna.load_study(study_name=None, storage=storage).get_trials(deepcopy=False)
+        trials = optuna.load_study(study_name="on-an-engine", storage=storage).get_trials(deepcopy=False)
     except (KeyError, ValueError, optuna.exceptions.StorageInternalError):  # not made yet
         return []
     finally:

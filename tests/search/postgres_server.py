@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -72,7 +73,7 @@ def postgres_server(programs: Path, *, is_safe: bool = False) -> Iterator[str]:
             wait_for(port, server, folder / "log")
             yield f"postgresql://autoprec:s3cret@127.0.0.1:{port}/postgres"
         finally:
-            server.terminate()
+            server.send_signal(signal.SIGINT)  # without waiting for whoever is connected
             server.wait(30)
 
 
