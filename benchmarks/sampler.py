@@ -36,7 +36,8 @@ from autoprec.search.policy_sampler import PolicySampler
 from autoprec.search.profile_prior import learn_from_profile, plain_prior
 from autoprec.search.runner import run_trials
 from autoprec.search.samplers import build_sampler, quiet_optuna
-from autoprec.search.study import Limits, constraint_values, open_study
+from autoprec.search.scoring import Limits, constraint_values
+from autoprec.search.study import open_study
 from autoprec.trials.outcome import Outcome, TrialSettings
 
 DIRECTIONS = ("minimize", "maximize", "maximize")

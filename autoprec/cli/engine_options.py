@@ -11,7 +11,7 @@ from autoprec.cli.task_options import option
 from autoprec.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from autoprec.engines import Finished
+    from autoprec.engines.command import Finished
     from autoprec.search.events import Events
 
 __all__ = ["EngineOptions"]
@@ -71,7 +71,8 @@ class EngineOptions:
             UsageError: what an engine needs is missing.
             StudyError: as `run_on_engine`.
         """
-        from autoprec.engines import Command, open_engine, run_on_engine
+        from autoprec.engines.command import Command
+        from autoprec.engines.run import open_engine, run_on_engine
         from autoprec.search.plan import file_name
 
         kind = self.engine.partition(":")[0]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from optuna.storages import RDBStorage
 from optuna.study import get_all_study_names, load_study
 
+from autoprec.engines import ENGINES
 from autoprec.engines.command import Command, Finished
 from autoprec.errors import AutoprecError, StudyError, UsageError, did_you_mean
 from autoprec.policy import write_atomically
@@ -18,9 +19,8 @@ from autoprec.search.sharing import get_total
 from autoprec.search.storage import opened
 from autoprec.search.study import is_finished, read_record
 
-__all__ = ["ENGINES", "Engine", "Job", "open_engine", "run_on_engine"]
+__all__ = ["Engine", "Job", "open_engine", "run_on_engine"]
 
-ENGINES = ("local", "slurm", "ray")
 POLL_SECONDS = 0.5
 MAX_RESTARTS = 3
 """Jobs that are started again in place of one that the engine has lost, for each worker."""

@@ -17,8 +17,8 @@ from autoprec.search.judging import Verdict, VerdictKind
 from autoprec.search.proof import Proof
 from autoprec.search.ratios import Ratios
 from autoprec.search.recommendation import PREFERENCES, Candidate, Choice, Prefer, choose
+from autoprec.search.scoring import OBJECTIVES
 from autoprec.search.statistics import Interval
-from autoprec.search.study import OBJECTIVES
 from autoprec.search.verification import Verification
 from autoprec.trials.outcome import EndKind, Outcome
 

@@ -35,10 +35,11 @@ from autoprec.search.recommendation import PREFERENCES, Candidate, Choice, Prefe
 from autoprec.search.revert import give_back, savings
 from autoprec.search.runner import run_trials
 from autoprec.search.samplers import build_sampler, quiet_optuna
+from autoprec.search.scoring import OBJECTIVES
 from autoprec.search.shares import Shares
 from autoprec.search.sharing import require_one_machine, set_total
 from autoprec.search.storage import opened_alone, sqlite_url
-from autoprec.search.study import OBJECTIVES, SearchStudy, TrialRecord, load_or_create, open_study
+from autoprec.search.study import SearchStudy, TrialRecord, load_or_create, open_study
 from autoprec.search.verification import RunStore, Verification, verify
 from autoprec.tasks.batches import count_samples, open_batches
 from autoprec.tasks.protocol import Task

@@ -27,8 +27,8 @@ from autoprec.search.parameters import Parameters, build_parameters
 from autoprec.search.proof import Proof
 from autoprec.search.recommendation import Prefer, as_preference
 from autoprec.search.samplers import SAMPLERS
+from autoprec.search.scoring import OBJECTIVES, Limits
 from autoprec.search.space import SearchSpace, load_space
-from autoprec.search.study import OBJECTIVES, Limits
 from autoprec.tasks.batches import BatchStream, cut_batch, move_batch
 from autoprec.tasks.code import code_digest
 from autoprec.tasks.options import training_options

@@ -1,4 +1,4 @@
-"""The study: its objectives, constraints and records, kept in Optuna's own storage and rebuilt from it."""
+"""The study: its trials and records, kept in Optuna's own storage and rebuilt from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
@@ -23,40 +23,16 @@ from autoprec.search.fingerprint import Identity, first_difference
 from autoprec.search.parameters import Parameters, ParameterValue
 from autoprec.search.policy_sampler import PolicySampler
 from autoprec.search.presence import HOLDER, Presence
+from autoprec.search.scoring import OBJECTIVES, Limits, constraint_values, objective_values
 from autoprec.search.trial_history import CACHED_FROM, FAILED_UNIT
-from autoprec.trials.aborting import AbortRules, training_loss_gap
 from autoprec.trials.outcome import Outcome
 
-__all__ = ["OBJECTIVES", "Limits", "TrialRecord", "SearchStudy", "load_or_create", "open_study", "objective_values"]
+__all__ = ["TrialRecord", "SearchStudy", "load_or_create", "open_study", "is_finished", "read_record"]
 
-OBJECTIVES: Mapping[str, Literal["minimize", "maximize"]] = {
-    "peak_memory_bytes": "minimize",
-    "throughput_samples_per_second": "maximize",
-    "accuracy": "maximize",
-}
 IDENTITY = "autoprec:identity"
 EXHAUSTED = "autoprec:exhausted"
 INTERRUPTED = "interrupted"
 """User attribute of a failed trial: its process ended it in good order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """When a trial's policy is feasible.
-
-    `max_loss_gap` is the held-out loss above FP32's, relative to it; `max_skip_rate` the share of skipped steps.
-    """
-
-    max_loss_gap: float = 0.5
-    max_skip_rate: float = 0.25
-
-    def abort_rules(self, fp32: Outcome) -> AbortRules:
-        """Return what ends a trial early: it cannot become feasible any more."""
-        return AbortRules(
-            max_skip_rate=self.max_skip_rate,
-            max_loss_gap=self.max_loss_gap,
-            reference_losses=tuple(fp32.train_losses),
-        )
 
 
 @dataclass(frozen=True)
@@ -385,49 +361,6 @@ def _name_objectives(study: Study) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         study.set_metric_names(list(OBJECTIVES))
-
-
-def constraint_values(outcome: Outcome, fp32: Outcome, limits: Limits) -> dict[str, float]:
-    """Return the constraints, feasible where <= 0: finiteness, skipped steps, held-out loss above FP32's.
-
-    Of an aborted trial the loss is the training's, and absent where it had not come far enough to tell.
-    """
-    if outcome.kind == "aborted":
-        known = training_loss_gap(outcome.train_losses, fp32.train_losses)
-        skips = {"finite": -1.0, "skip_rate": outcome.skip_rate - limits.max_skip_rate}
-        return skips if skips["skip_rate"] > 0 or known is None else {**skips, "loss_gap": known - limits.max_loss_gap}
-    gap = 1.0
-    if outcome.is_ok and outcome.eval_loss is not None and fp32.eval_loss is not None:
-        reference = fp32.eval_loss.value
-        gap = (outcome.eval_loss.value - reference) / max(abs(reference), 1e-3)
-    return {
-        "finite": -1.0 if outcome.is_ok else 1.0,
-        "skip_rate": outcome.skip_rate - limits.max_skip_rate,
-        "loss_gap": (gap if outcome.is_ok else max(gap, 1.0)) - limits.max_loss_gap,
-    }
-
-
-def objective_values(outcome: Outcome, fp32: Outcome) -> list[float]:
-    """Return the objectives; where an outcome has none, the finite worst case, so that the sampler learns from it.
-
-    The worst case is twice FP32's memory, no throughput, and an accuracy of 0, or below FP32's by its own size
-    where the metric can be negative.
-    """
-    memory, throughput, accuracy = (
-        outcome.peak_memory_bytes,
-        outcome.throughput_samples_per_second,
-        outcome.accuracy,
-    )
-    fp32_memory = fp32.peak_memory_bytes.value if fp32.peak_memory_bytes else 0.0
-    fp32_accuracy = fp32.accuracy.value if fp32.accuracy else 0.0
-    worst = 0.0 if 0.0 <= fp32_accuracy <= 1.0 else fp32_accuracy - max(1.0, abs(fp32_accuracy))
-    if not outcome.is_ok:
-        return [2 * fp32_memory, 0.0, worst]
-    return [
-        memory.value if memory else 2 * fp32_memory,
-        throughput.value if throughput else 0.0,
-        accuracy.value if accuracy else worst,
-    ]
 
 
 def is_finished(trial: FrozenTrial) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from autoprec.cli.engine_options import EngineOptions
 from autoprec.cli.study_options import StudyOptions
 from autoprec.cli.task_options import TaskOptions, as_arguments
-from autoprec.engines import Command, WorkerLostError
+from autoprec.engines.command import Command, WorkerLostError
 from autoprec.errors import UsageError
 from autoprec.search.events import Events
 from autoprec.search.storage import without_password

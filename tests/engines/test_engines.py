@@ -19,7 +19,7 @@ from recorded_task import RECORD, SECONDS
 from autoprec import load_policy
 
 TASK = f"{Path(__file__).with_name('recorded_task.py')}:task"
-TOTAL = 12
+TOTAL = 8
 SHORT = ["--n-trials", str(TOTAL), "--steps", "4", "--max-seeds", "2", "--heartbeat", "2"]
 
 
@@ -82,7 +82,7 @@ def parent_of(process: int) -> int:
 
 
 def wait_for_trials(search: subprocess.Popen[str], folder: Path, *, count: int) -> None:
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 300
     while len(finished(folder)) < count:
         assert search.poll() is None, search.communicate()
         assert time.monotonic() < deadline
@@ -106,7 +106,7 @@ def finished(folder: Path) -> list[optuna.trial.FrozenTrial]:
 
 def check_ended(search: subprocess.Popen[str], folder: Path) -> None:
     """Check that a search ends with a recommendation, the total, no policy twice, and no worker left."""
-    stdout, stderr = search.communicate(timeout=300)
+    stdout, stderr = search.communicate(timeout=400)
     assert search.returncode in (0, 3), stderr
     assert "the trials are done; the proof runs as one more job" in stdout
     assert load_policy(folder / "run" / "policy.json").recommendation is not None

@@ -16,8 +16,8 @@ from autoprec.search.events import Events
 from autoprec.search.judging import Contender, judge
 from autoprec.search.lookahead import Measure
 from autoprec.search.proof import FIRST_SEED, Proof, build_proof
+from autoprec.search.scoring import OBJECTIVES
 from autoprec.search.shares import Shares
-from autoprec.search.study import OBJECTIVES
 from autoprec.search.verification import PERTURBATION, RunStore, Verification, verify
 from autoprec.trials.outcome import Headroom, Outcome, TrialSettings
 
