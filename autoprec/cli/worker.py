@@ -12,7 +12,6 @@ from autoprec.cli.signals import interruptible
 from autoprec.cli.study_options import StudyOptions
 from autoprec.cli.task_options import TaskOptions, option, takes_task
 from autoprec.errors import UsageError
-from autoprec.trials.lifeline import follow_parent
 
 __all__ = ["register"]
 
@@ -30,6 +29,8 @@ def _worker(
         int | None, option("Finished trials of the study in all; what its search says.", "--n-trials", min=1)
     ] = None,
 ) -> None:
+    from autoprec.trials.lifeline import follow_parent
+
     follow_parent()  # a job of an engine
     if study.storage is None or study.study_name is None:
         raise UsageError("a worker needs --storage and --study-name: those of the search that it joins")

@@ -63,13 +63,19 @@ def test_a_profile_is_taken_once_and_kept_beside_the_study(tmp_path: Path) -> No
     assert measure.num_profiles == 1
 
 
-def test_a_torn_profile_is_taken_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["torn", "gone"])
+def test_a_profile_file_that_is_lost_is_written_again_from_the_study(how: str, tmp_path: Path) -> None:
     measure = ProfiledMeasure()
     search(tmp_path, measure, n_trials=6)
     path = tmp_path / "profile.json"
-    path.write_text(path.read_text()[:50])
+    whole = path.read_text()
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_text(whole[:50])
     search(tmp_path, measure, n_trials=7)
-    assert measure.num_profiles == 2
+    assert measure.num_profiles == 1
+    assert path.read_text() == whole
 
 
 def test_the_unit_that_overflows_is_never_proposed_in_half_and_the_reason_is_told(tmp_path: Path) -> None:
