@@ -69,8 +69,8 @@ def run_trials(
             study.mark_exhausted()
             events.note(f"the search space is exhausted: {MAX_DRAWS} random policies were all run before")
         else:
-            count = min(at_once, room)
-            repeats = 0 if run.sample([values] if values else [None] * count) else repeats + count
+            num_asked, num_new = run.sample([values] if values else [None] * min(at_once, room))
+            repeats = 0 if num_new else repeats + num_asked
     if study.num_finished < n_trials and run.is_over:
         events.note(
             f"the {timeout_seconds:g} s are over after {study.num_finished} of {n_trials} trials; what was found is"
@@ -144,8 +144,6 @@ class _Runner:
         for arm in self._missing(arms):
             if not arm.is_baseline and (self.room <= 0 or self.is_over):
                 continue
-            if arm.name != FP32 and not self._has_reference():
-                return
             with self._study.turn():
                 self._reap_in_turn()
                 taken = {*self._study.elsewhere().values(), *(record.arm for record in self._study.records)}
@@ -154,14 +152,13 @@ class _Runner:
                 yield asked
 
     def _has_reference(self) -> bool:
-        """Wait where another process runs FP32, beside which all else is told; False where it does not get there."""
+        """Wait where another process still runs FP32, beside which all else is told; False where nothing comes of it."""
         while self._study.fp32 is None and FP32 in self._study.elsewhere().values():
             if self.is_over:
                 return False
             time.sleep(POLL_SECONDS)
             self._reap()
-        asked = {each.label for each in self._running.values()}
-        return self._study.fp32 is not None or FP32 in asked
+        return self._study.fp32 is not None
 
     def interrupted(self) -> bool:
         """Run again the sampled trials that did not finish, and those asked for with them. Return whether any was."""
@@ -185,8 +182,11 @@ class _Runner:
         if num_lost:
             self._events.note(f"{num_lost} trial(s) of a process that is gone are marked as failed and run again")
 
-    def sample(self, wanted: Sequence[Mapping[str, ParameterValue] | None]) -> int:
-        """Run a trial for each of the given values; None asks the sampler. Return how many policies were new."""
+    def sample(self, wanted: Sequence[Mapping[str, ParameterValue] | None]) -> tuple[int, int]:
+        """Run a trial for each of the given values; None asks the sampler.
+
+        Return how many were asked for, fewer where other processes took their place, and how many policies were new.
+        """
         before = self._study.num_finished
         asked: list[_Asked] = []
         try:
@@ -199,7 +199,7 @@ class _Runner:
             self._fail(asked)
             raise
         self._run(asked)
-        return self._study.num_finished - before
+        return len(asked), self._study.num_finished - before
 
     def _ask_new(self, values: Mapping[str, ParameterValue] | None) -> _Asked | None:
         """Ask for a policy that no other process runs; None where that needs no run. Call it in turn."""
@@ -247,6 +247,9 @@ class _Runner:
                 for each, outcome in results:
                     if each.label == FP32:
                         require_reference(outcome)
+                    elif not self._has_reference():
+                        self._fail([self._running.pop(each.key)])
+                        continue
                     record = self._study.tell(each.trial, each.policy, outcome)
                     del self._running[each.key]
                     if record is None:

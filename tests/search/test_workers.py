@@ -118,6 +118,20 @@ def test_workers_of_whom_two_are_killed_finish_the_total_and_run_nothing_twice(u
     assert len({number for number, _ in begun(tmp_path)}) == 8  # all took part
 
 
+def test_other_arms_run_beside_the_first_fp32_and_are_told_after_it(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    with processes(url, tmp_path, workers=3, n_trials=4, seconds=1.0) as (parent, _):
+        assert parent.stdout is not None
+        assert set(json.loads(parent.stdout.readline()).values()) == {0}
+    trials = run_alone(trials_of(url))
+    reference = next(trial for trial in trials if trial.user_attrs["arm"] == "fp32")
+    others = [trial for trial in trials if trial is not reference]
+    assert reference.datetime_complete is not None
+    assert sum(t.datetime_start < reference.datetime_complete for t in others if t.datetime_start) >= 2
+    assert all(t.datetime_complete >= reference.datetime_complete for t in others if t.datetime_complete)
+    assert all("loss_gap" in trial.constraints for trial in trials)
+
+
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
 def test_optunas_own_samplers_work_with_many(sampler: str, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
