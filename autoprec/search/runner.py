@@ -152,7 +152,7 @@ class _Runner:
                 yield asked
 
     def _has_reference(self) -> bool:
-        """Wait where another process still runs FP32, beside which all else is told; False where nothing comes of it."""
+        """Wait where another process still runs FP32, beside which all else is told; False if nothing comes of it."""
         while self._study.fp32 is None and FP32 in self._study.elsewhere().values():
             if self.is_over:
                 return False
