@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 
+NO_TIME = 1e-3
+"""Seconds in which no trial is begun: the proof of a search whose time is over runs those that the study holds."""
+
+
 def register(app: typer.Typer) -> None:
     app.command("search", help="Search the precision policy of a training task and prove it.")(_search)
 
@@ -49,7 +53,10 @@ def _search(
     output: Annotated[Path | None, option("Folder for the files.", "-o", "--output")] = None,
     format: Annotated[str, option("text or json.", "--format")] = "text",
 ) -> None:
+    from autoprec.trials.lifeline import follow_parent
+
     started = time.perf_counter()
+    follow_parent()  # the proof of a search on an engine
     check_format(format)
     if not engine.is_local:
         if devices is not None:
@@ -92,12 +99,14 @@ def _search_elsewhere(
     """Let an engine run the search; print what its proof printed, and return its exit code."""
     from autoprec.cli.progress import TrialLines
 
-    shared = [*as_arguments(task, dataclasses.replace(study, storage=None, study_name=None)), *total]
+    study_apart = dataclasses.replace(study, storage=None, study_name=None)
+    shared = [*as_arguments(task, study_apart), *total]
+    proof = dataclasses.replace(study_apart, timeout=None if study.timeout is None else NO_TIME)
     try:
         with interruptible():
             finished = engine.run(
                 shared,
-                [*shared, *budget, "--format", format],
+                [*as_arguments(task, proof), *total, *budget, "--format", format],
                 storage=study.storage,
                 study_name=study.study_name,
                 num_workers=workers,

@@ -112,12 +112,16 @@ class Command:
                 )
             self._process = process
             assert process.stderr is not None
-            with process.stderr:
-                for line in process.stderr:
-                    last.append(line)
-                    sys.stderr.write(line)
-                    sys.stderr.flush()
-            code = process.wait()
+            try:
+                with process.stderr:
+                    for line in process.stderr:
+                        last.append(line)
+                        sys.stderr.write(line)
+                        sys.stderr.flush()
+                code = process.wait()
+            except BaseException:  # the engine cancels the job
+                self.stop()
+                raise
             stdout.seek(0)
             text = stdout.read()
         if not self.returns_files:

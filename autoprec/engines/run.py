@@ -149,8 +149,8 @@ def _watch(
             if finished.exit_code != 0:
                 events.note(f"a worker ended with exit code {finished.exit_code}: {_last_line(finished)}")
     told.look()
-    if told.num_missing:
-        why = next((e.stderr for e in ended if e.exit_code != 0), "") or "all of them were lost"
+    if told.num_missing and not any(each.exit_code == 0 for each in ended):  # else the time was over
+        why = next((each.stderr for each in ended), "") or "all of them were lost"
         raise StudyError(f"no worker is left, and {told.num_missing} trials are missing\n{why.rstrip()}")
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ class Culprits:
     def __init__(self, model: nn.Module, *, window: int) -> None:
         self._model = model
         self._watch = NonFiniteWatch(model)
-        self._eager: AbstractContextManager[None] | None = None
+        self._eager: weakref.finalize[..., Any] | None = None
         self._found: deque[tuple[int, str, str]] = deque()
         self._window = window
 
@@ -57,12 +58,13 @@ class Culprits:
         if not self._watch.is_watching:
             self._watch.start()
             if "torch._dynamo" in sys.modules:
-                self._eager = torch.compiler.set_stance("force_eager")
+                stance = torch.compiler.set_stance("force_eager")
+                self._eager = weakref.finalize(self, stance.__exit__, None, None, None)  # of the whole process
 
     def stop(self) -> None:
         self._watch.stop()
         if self._eager is not None:
-            self._eager.__exit__(None, None, None)
+            self._eager()
             self._eager = None
 
     def take(self, policy: Policy | None, *, step: int, trouble: bool, in_group: bool) -> Culprit | None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -120,6 +124,21 @@ def test_a_command_that_a_signal_ends_is_started_again_a_few_times(
     with pytest.raises(WorkerLostError, match="signal 9 ended the worker 3 times"):
         always()
     assert (tmp_path / "always").read_text() == "x\n" * 3
+
+
+def test_a_command_that_is_interrupted_takes_its_process_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = command("echo $$ > pid; exec sleep 600 2>&1", tmp_path, monkeypatch)
+
+    def interrupt() -> None:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        asked()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def test_the_files_of_a_command_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

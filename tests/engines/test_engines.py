@@ -172,3 +172,12 @@ def test_an_interrupted_search_takes_its_jobs_along(tmp_path: Path) -> None:
         time.sleep(0.1)
     assert workers(tmp_path) == []
     check_ended(start(tmp_path, "slurm:local", "--workers", "1", "--device", "cpu"), tmp_path)
+
+
+def test_a_search_whose_time_is_over_is_proved_with_what_there_is(tmp_path: Path) -> None:
+    pytest.importorskip("submitit", reason="needs submitit: pip install 'autoprec[slurm]'")
+    search = start(tmp_path, "slurm:local", "--device", "cpu", "--timeout", "0.5", seconds=1.0)
+    _, stderr = search.communicate(timeout=400)
+    assert search.returncode in (0, 3), stderr
+    assert load_policy(tmp_path / "run" / "policy.json").recommendation is not None
+    assert 3 <= len(finished(tmp_path)) < TOTAL  # the baselines always run

@@ -379,3 +379,18 @@ def test_every_tenth_step_alone_waits_for_the_device() -> None:
 def test_a_wrong_setting_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TrainingGuard(nn.Linear(1, 1), **settings)
+
+
+def test_a_guard_that_is_dropped_while_it_looks_lets_others_compile() -> None:
+    import gc
+
+    import torch._dynamo
+
+    model = nn.Linear(2, 2)
+    guard = TrainingGuard(model)
+    guard._culprits.start()
+    assert guard._culprits.is_watching
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    del guard
+    gc.collect()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
