@@ -146,8 +146,10 @@ class _Runner:
                 continue
             with self._study.turn():
                 self._reap_in_turn()
-                taken = {*self._study.elsewhere().values(), *(record.arm for record in self._study.records)}
-                asked = None if arm.name in taken else self._ask(None, arm)
+                elsewhere = self._study.elsewhere()
+                taken = {*elsewhere.values(), *(record.arm for record in self._study.records)}
+                is_run = arm.name in taken or self._study.parameters.key(arm.policy) in elsewhere  # or one equal to it
+                asked = None if is_run else self._ask(None, arm)
             if asked is not None:
                 yield asked
 
