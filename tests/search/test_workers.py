@@ -113,7 +113,12 @@ def test_workers_of_whom_two_are_killed_finish_the_total_and_run_nothing_twice(u
     assert set(counts.values()) <= {1, 2}
     assert {policy for policy, count in counts.items() if count == 2} <= set(killed.values())
     keys = [trial.user_attrs["policy_key"] for trial in run_alone(trials)]
-    assert len(set(keys)) == 60
+    twice = [key for key, count in Counter(keys).items() if count > 1]
+    assert twice == [], [
+        (t.number, t.state.name, t.user_attrs.get("arm"), t.datetime_start, t.datetime_complete)
+        for t in trials
+        if t.user_attrs["policy_key"] in twice
+    ]
     assert sum(trial.state == TrialState.FAIL for trial in trials) <= 2
     assert len({number for number, _ in begun(tmp_path)}) == 8  # all took part
 
@@ -239,8 +244,7 @@ def test_the_trial_of_a_machine_that_is_gone_is_run_again_when_its_heartbeats_ha
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = server.rpartition("/")[0] + "/postgres"
-    script = {"storage": url, "folder": str(tmp_path), "workers": 1, "n_trials": 8, "seconds": 0.3}
-    with processes(url, tmp_path, **{k: script[k] for k in ("workers", "n_trials", "seconds")}) as (parent, numbers):
+    with processes(url, tmp_path, workers=1, n_trials=8, seconds=0.3, heartbeat=1) as (parent, numbers):
         while len(begun(tmp_path)) < 3:
             assert parent.poll() is None
             time.sleep(0.02)
@@ -264,7 +268,7 @@ def test_the_trial_of_a_machine_that_is_gone_is_run_again_when_its_heartbeats_ha
 
 def test_sqlite_that_another_machine_runs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
-    with processes(url, tmp_path, workers=1, n_trials=4, seconds=60.0) as (parent, numbers):
+    with processes(url, tmp_path, workers=1, n_trials=4, seconds=60.0, heartbeat=1) as (parent, numbers):
         while not begun(tmp_path):
             assert parent.poll() is None
             time.sleep(0.02)

@@ -39,7 +39,7 @@ def main() -> None:
     settings = {
         "storage": given["storage"],
         "study_name": given.get("study_name", "shared"),
-        "heartbeat_seconds": given.get("heartbeat", 1),
+        "heartbeat_seconds": given.get("heartbeat", 10),
     }
     plan = tiny_plan(given["folder"], task=tiny_task(model=Chain), sampler=given.get("sampler", "policy"), **settings)
     log = Path(given["folder"]) / "begun.txt"
