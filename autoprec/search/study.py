@@ -267,7 +267,8 @@ class SearchStudy:
         if self.presence is None:
             return {}
         running = self._trials(TrialState.RUNNING)
-        others = [trial for trial in running if not self.presence.is_mine(trial)]
+        marked = [trial for trial in running if "policy_key" in trial.user_attrs]  # others are only being asked for
+        others = [trial for trial in marked if not self.presence.is_mine(trial)]
         return {trial.user_attrs["policy_key"]: trial.user_attrs.get("arm", "") for trial in others}
 
     def num_lost(self, key: str) -> int:
