@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 SEARCH ?= --model resnet50 --n-trials 8
+# Compiled once, by the first of the many processes that tests start: torch takes twice as long to import without.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: search test lint types pytest test-families test-integrations test-cluster test-slow benchmarks clean
 
@@ -35,7 +37,7 @@ test-integrations: $(VENV)/.installed-dev
 # Searches on a Ray cluster of this machine and on submitit's own executor.
 test-cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --editable ".[slurm,ray]"
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/engines
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadgroup tests/engines
 
 # Heavier checks than the suite allows, and every figure that the documentation quotes.
 test-slow: $(VENV)/.installed-dev

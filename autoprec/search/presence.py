@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
@@ -29,6 +31,9 @@ HEARTBEAT = "autoprec:heartbeat_seconds"
 HEARTBEAT_SECONDS = 15
 """Between two signs of life in the database; after `GRACE` of them without one a trial counts as lost."""
 GRACE = 4
+ENDED = ("Z", "X", "x")
+"""States of a process that has ended, and that its parent has not waited for yet; in a container often nobody does.
+Their letters are from proc(5)."""
 
 Role = Literal["search", "worker"]
 
@@ -58,7 +63,7 @@ class Presence:
         self.heartbeat_seconds = HEARTBEAT_SECONDS
         self._beats = storage if isinstance(storage, RDBStorage) else None
         self._running: set[int] = set()
-        self._known: set[int] = set()
+        self._vouched: dict[int, float] = {}
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         if self._beats is not None:
@@ -112,19 +117,24 @@ class Presence:
         """Whether one of these trials is run on another machine, or was, as far as its heartbeats tell yet."""
         marks = [(trial, trial.user_attrs.get(HOLDER)) for trial in running]
         away = [trial for trial, mark in marks if mark is not None and mark["machine"] != self.mark["machine"]]
-        self.fail_stale(away)
+        self.fail_stale(running)
         return bool(away)
 
     def fail_stale(self, running: list[FrozenTrial]) -> None:
         """Let Optuna fail the trials of other machines whose heartbeats have stopped.
 
-        One that this process sees for the first time is given a heartbeat: its process may have ended before its own.
+        One of another machine that this process sees for the first time is given a heartbeat: its process may have
+        ended before its own. Those of this machine are given one as often as it takes: their processes are there,
+        however slow, or stopped.
         """
         if self._beats is None:
             return
+        now = time.time()  # which goes on while a machine sleeps
         for trial in running:
-            if trial._trial_id not in self._known and not self.is_mine(trial):
-                self._known.add(trial._trial_id)
+            is_here = trial.user_attrs.get(HOLDER, {}).get("machine") == self.mark["machine"]
+            start = trial.datetime_start.timestamp() if is_here and trial.datetime_start is not None else -math.inf
+            if now - self._vouched.get(trial._trial_id, start) >= (self.heartbeat_seconds if is_here else math.inf):
+                self._vouched[trial._trial_id] = now
                 with contextlib.suppress(KeyError, optuna.exceptions.UpdateFinishedTrialError):
                     self._beats.record_heartbeat(trial._trial_id)
         with warnings.catch_warnings():
@@ -160,13 +170,14 @@ def this_machine() -> str:
 
 
 def start_of(process: int) -> str:
-    """Return when a process started, as the system counts it; "" where there is none of that number.
+    """Return when a process started, as the system counts it; "" where there is none of that number, or it has ended.
 
     A number is given again in time: with its start it names one process. Where the system does not tell, whether
     there is one is all that is known.
     """
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in ENDED else fields[19]
     except (OSError, IndexError):
         pass
     if Path("/proc/self/stat").exists():

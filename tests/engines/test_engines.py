@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import optuna
 import pytest
 from recorded_task import RECORD, SECONDS
 
 from autoprec import load_policy
+from autoprec.search.storage import opened
 
 TASK = f"{Path(__file__).with_name('recorded_task.py')}:task"
 TOTAL = 8
@@ -46,7 +48,28 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 os.killpg(head.pid, signal.SIGKILL)
 
 
-def start(folder: Path, engine: str, *more: str, task: str = TASK, seconds: float = 0.5) -> subprocess.Popen[str]:
+class Start(Protocol):
+    def __call__(
+        self, folder: Path, engine: str, *more: str, task: str = TASK, seconds: float = 0.5
+    ) -> subprocess.Popen[str]: ...
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a search on an engine, which ends with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(*given: Any, **more: Any) -> subprocess.Popen[str]:
+            search = stack.enter_context(start_search(*given, **more))
+            stack.callback(search.kill)
+            return search
+
+        yield begin
+
+
+def start_search(
+    folder: Path, engine: str, *more: str, task: str = TASK, seconds: float = 0.5
+) -> subprocess.Popen[str]:
     (folder / SECONDS).write_text(str(seconds))
     place = ["--storage", f"sqlite:///{folder / 'study.db'}", "--study-name", "on-an-engine", "-o", str(folder / "run")]
     return subprocess.Popen(
@@ -86,20 +109,18 @@ def wait_for_trials(search: subprocess.Popen[str], folder: Path, *, count: int) 
     while len(finished(folder)) < count:
         assert search.poll() is None, search.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.1)
+        time.sleep(0.2)
 
 
 def finished(folder: Path) -> list[optuna.trial.FrozenTrial]:
     """Return the trials that were run to their end; none where there is no study yet."""
     if not (folder / "study.db").exists():
         return []
-    storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.db'}", skip_table_creation=True)
     try:
-        trials = optuna.load_study(study_name="on-an-engine", storage=storage).get_trials(deepcopy=False)
-    except (KeyError, ValueError, optuna.exceptions.StorageInternalError):  # not made yet
+        with opened(f"sqlite:///{folder / 'study.db'}") as storage:
+            trials = optuna.load_study(study_name="on-an-engine", storage=storage).get_trials(deepcopy=False)
+    except KeyError:  # the database is there, and the study not yet
         return []
-    finally:
-        storage.engine.dispose()
     ran = [trial for trial in trials if "outcome" in trial.user_attrs and trial.state.is_finished()]
     return [trial for trial in ran if "cached_from" not in trial.user_attrs]
 
@@ -117,7 +138,8 @@ def check_ended(search: subprocess.Popen[str], folder: Path) -> None:
     assert workers(folder) == []
 
 
-def test_ray_runs_two_trials_at_a_time_each_on_its_own_device(ray_address: str, tmp_path: Path) -> None:
+@pytest.mark.xdist_group("ray")  # one cluster for all of them
+def test_ray_runs_two_trials_at_a_time_each_on_its_own_device(start: Start, ray_address: str, tmp_path: Path) -> None:
     search = start(tmp_path, f"ray:{ray_address}")
     wait_for_trials(search, tmp_path, count=4)
     assert len(workers(tmp_path)) == 2
@@ -129,8 +151,11 @@ def test_ray_runs_two_trials_at_a_time_each_on_its_own_device(ray_address: str, 
     assert len(set(record(tmp_path))) == len(seen)  # no process saw another device than its own
 
 
+@pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("which", ["worker", "ray's process"])
-def test_ray_runs_the_trial_of_a_killed_worker_again(which: str, ray_address: str, tmp_path: Path) -> None:
+def test_ray_runs_the_trial_of_a_killed_worker_again(
+    start: Start, which: str, ray_address: str, tmp_path: Path
+) -> None:
     search = start(tmp_path, f"ray:{ray_address}")
     wait_for_trials(search, tmp_path, count=4)
     victim = workers(tmp_path)[0]
@@ -139,7 +164,7 @@ def test_ray_runs_the_trial_of_a_killed_worker_again(which: str, ray_address: st
 
 
 @pytest.mark.parametrize("which", ["worker", "job"])
-def test_submitit_runs_the_trial_of_a_killed_worker_again(which: str, tmp_path: Path) -> None:
+def test_submitit_runs_the_trial_of_a_killed_worker_again(start: Start, which: str, tmp_path: Path) -> None:
     pytest.importorskip("submitit", reason="needs submitit: pip install 'autoprec[slurm]'")
     search = start(tmp_path, "slurm:local", "--workers", "2", "--device", "cpu")
     wait_for_trials(search, tmp_path, count=4)
@@ -149,7 +174,7 @@ def test_submitit_runs_the_trial_of_a_killed_worker_again(which: str, tmp_path: 
     assert list((tmp_path / "run" / "jobs").glob("*.out"))
 
 
-def test_an_error_of_the_users_ends_all_with_its_message_and_is_not_tried_again(tmp_path: Path) -> None:
+def test_an_error_of_the_users_ends_all_with_its_message_and_is_not_tried_again(start: Start, tmp_path: Path) -> None:
     pytest.importorskip("submitit", reason="needs submitit: pip install 'autoprec[slurm]'")
     search = start(tmp_path, "slurm:local", "--workers", "2", task=TASK.replace(":task", ":broken"))
     stdout, stderr = search.communicate(timeout=120)
@@ -159,7 +184,7 @@ def test_an_error_of_the_users_ends_all_with_its_message_and_is_not_tried_again(
     assert stdout.count("a worker ended with exit code 2") == 2
 
 
-def test_an_interrupted_search_takes_its_jobs_along(tmp_path: Path) -> None:
+def test_an_interrupted_search_takes_its_jobs_along(start: Start, tmp_path: Path) -> None:
     pytest.importorskip("submitit", reason="needs submitit: pip install 'autoprec[slurm]'")
     search = start(tmp_path, "slurm:local", "--workers", "2", "--device", "cpu")
     wait_for_trials(search, tmp_path, count=2)
@@ -174,7 +199,7 @@ def test_an_interrupted_search_takes_its_jobs_along(tmp_path: Path) -> None:
     check_ended(start(tmp_path, "slurm:local", "--workers", "1", "--device", "cpu"), tmp_path)
 
 
-def test_a_search_whose_time_is_over_is_proved_with_what_there_is(tmp_path: Path) -> None:
+def test_a_search_whose_time_is_over_is_proved_with_what_there_is(start: Start, tmp_path: Path) -> None:
     pytest.importorskip("submitit", reason="needs submitit: pip install 'autoprec[slurm]'")
     search = start(tmp_path, "slurm:local", "--device", "cpu", "--timeout", "0.5", seconds=1.0)
     _, stderr = search.communicate(timeout=400)

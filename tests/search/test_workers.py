@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import optuna
@@ -26,7 +28,8 @@ from autoprec.policy import Number, Policy
 from autoprec.search import network_folders, presence
 from autoprec.search.anchors import ANCHOR_EVERY
 from autoprec.search.events import Events
-from autoprec.search.pipeline import run_search
+from autoprec.search.pipeline import open_search, present, run_search
+from autoprec.search.profiling import learn
 from autoprec.search.storage import open_storage, opened
 from autoprec.search.workers import run_worker
 from autoprec.trials.outcome import Outcome, TrialSettings
@@ -60,18 +63,61 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return server.rpartition("/")[0] + f"/{name}"
 
 
-@contextmanager
-def processes(url: str, folder: Path, **settings: Any) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """Start worker processes; yield the one that waits for them and their numbers."""
-    given = {"storage": url, "folder": str(folder), **settings}
-    with subprocess.Popen(
-        [sys.executable, str(SCRIPT), json.dumps(given)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdout is not None
+class Workers:
+    """Worker processes on one study: their numbers, and what they ended with."""
+
+    def __init__(self, starter: subprocess.Popen[bytes], folder: Path) -> None:
+        assert starter.stdout is not None
+        self._lines, self._folder = starter.stdout, folder
+        self.numbers: list[int] = self._read()
+        self._ended: dict[int, int] | None = None
+
+    def _read(self) -> Any:
+        return json.loads(self._lines.readline() or b"null")
+
+    def some_are_there(self) -> bool:
+        return self._ended is None and not select.select([self._lines], [], [], 0)[0]
+
+    def end(self) -> dict[int, int]:
+        """Wait for all; return number -> exit code."""
+        if self._ended is None:
+            self._ended = {int(number): code for number, code in self._read().items()}
+        return self._ended
+
+    def told(self) -> str:
+        path = self._folder / "told.txt"
+        return path.read_text() if path.exists() else ""
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, str(SCRIPT)], stdin=PIPE, stdout=PIPE, bufsize=0) as process:
+        yield process
+        process.kill()
+
+
+Start = Callable[..., AbstractContextManager[Workers]]
+
+
+@pytest.fixture
+def workers(starter: subprocess.Popen[bytes]) -> Start:
+    """Starts worker processes on a study, which end with its `with`."""
+
+    @contextmanager
+    def start(url: str, folder: Path, **settings: Any) -> Iterator[Workers]:
+        assert starter.stdin is not None
+        starter.stdin.write(json.dumps({"storage": url, "folder": str(folder), **settings}).encode() + b"\n")
+        group = Workers(starter, folder)
         try:
-            yield parent, json.loads(parent.stdout.readline() or "[]")
+            yield group
         finally:
-            parent.kill()
+            if group.some_are_there():
+                for number in group.numbers:
+                    with suppress(ProcessLookupError):
+                        os.kill(number, signal.SIGKILL)
+            group.end()
+
+    return start
 
 
 def begun(folder: Path) -> list[tuple[int, str]]:
@@ -91,22 +137,21 @@ def run_alone(trials: list[optuna.trial.FrozenTrial]) -> list[optuna.trial.Froze
     return [trial for trial in finished if "cached_from" not in trial.user_attrs]
 
 
-@pytest.mark.slow  # a minute on starved cores, where it failed twice in eleven runs: see that first
-def test_workers_of_whom_two_are_killed_finish_the_total_and_run_nothing_twice(url: str, tmp_path: Path) -> None:
-    with processes(url, tmp_path, workers=8, n_trials=60, seconds=0.3) as (parent, numbers):
-        assert parent.stdout is not None
+def test_workers_of_whom_two_are_killed_finish_the_total_and_run_nothing_twice(
+    workers: Start, url: str, tmp_path: Path
+) -> None:
+    with workers(url, tmp_path, workers=8, n_trials=60, seconds=0.3) as group:
         killed: dict[int, str] = {}
-        for number in random.Random(0).sample(numbers, 2):
+        for number in random.Random(0).sample(group.numbers, 2):
             while number not in dict(begun(tmp_path)):
-                assert parent.poll() is None
+                assert group.some_are_there()
                 time.sleep(0.02)
             time.sleep(random.uniform(0, 0.3))
             os.kill(number, signal.SIGKILL)
             killed[number] = dict(begun(tmp_path))[number]  # what it began last
-        ended = {int(number): code for number, code in json.loads(parent.stdout.readline()).items()}
-        told = parent.stderr.read() if parent.stderr is not None else ""
-    assert ended == {number: -signal.SIGKILL if number in killed else 0 for number in numbers}, told
-    assert told == ""
+        ended = group.end()
+    assert ended == {number: -signal.SIGKILL if number in killed else 0 for number in group.numbers}, group.told()
+    assert group.told() == ""
     trials = trials_of(url)
     assert len(run_alone(trials)) == 60
     assert not any(trial.state in (TrialState.RUNNING, TrialState.WAITING) for trial in trials)
@@ -124,11 +169,10 @@ def test_workers_of_whom_two_are_killed_finish_the_total_and_run_nothing_twice(u
     assert len({number for number, _ in begun(tmp_path)}) == 8  # all took part
 
 
-def test_other_arms_run_beside_the_first_fp32_and_are_told_after_it(tmp_path: Path) -> None:
+def test_other_arms_run_beside_the_first_fp32_and_are_told_after_it(workers: Start, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
-    with processes(url, tmp_path, workers=3, n_trials=4, seconds=1.0) as (parent, _):
-        assert parent.stdout is not None
-        assert set(json.loads(parent.stdout.readline()).values()) == {0}
+    with workers(url, tmp_path, workers=3, n_trials=4, seconds=1.0) as group:
+        assert set(group.end().values()) == {0}, group.told()
     trials = run_alone(trials_of(url))
     reference = next(trial for trial in trials if trial.user_attrs["arm"] == "fp32")
     others = [trial for trial in trials if trial is not reference]
@@ -139,11 +183,10 @@ def test_other_arms_run_beside_the_first_fp32_and_are_told_after_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
-def test_optunas_own_samplers_work_with_many(sampler: str, tmp_path: Path) -> None:
+def test_optunas_own_samplers_work_with_many(workers: Start, sampler: str, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
-    with processes(url, tmp_path, workers=3, n_trials=16, seconds=0.05, sampler=sampler) as (parent, _):
-        assert parent.stdout is not None
-        assert set(json.loads(parent.stdout.readline()).values()) == {0}
+    with workers(url, tmp_path, workers=3, n_trials=16, seconds=0.05, sampler=sampler) as group:
+        assert set(group.end().values()) == {0}, group.told()
     assert len(run_alone(trials_of(url))) == 16
     assert max(Counter(policy for _, policy in begun(tmp_path)).values()) == 1
 
@@ -242,14 +285,14 @@ def test_fp32_that_fails_ends_a_worker_with_the_tasks_own_traceback(url: str, tm
 
 
 def test_the_trial_of_a_machine_that_is_gone_is_run_again_when_its_heartbeats_have_stopped(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: Start, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = server.rpartition("/")[0] + "/postgres"
-    with processes(url, tmp_path, workers=1, n_trials=8, seconds=0.3, heartbeat=1) as (parent, numbers):
+    with workers(url, tmp_path, workers=1, n_trials=8, seconds=0.3, heartbeat=1) as group:
         while len(begun(tmp_path)) < 3:
-            assert parent.poll() is None
+            assert group.some_are_there()
             time.sleep(0.02)
-        os.kill(numbers[0], signal.SIGKILL)
+        os.kill(group.numbers[0], signal.SIGKILL)
     left = [trial for trial in trials_of(url) if trial.state == TrialState.RUNNING]
     assert len(left) == 1
     monkeypatch.setattr(presence, "this_machine", lambda: "another")
@@ -267,17 +310,70 @@ def test_the_trial_of_a_machine_that_is_gone_is_run_again_when_its_heartbeats_ha
     assert trials_of(url)[left[0].number].state == TrialState.FAIL
 
 
-def test_sqlite_that_another_machine_runs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_nobody_has_waited_for_is_gone_all_the_same() -> None:
+    read, write = os.pipe()
+    number = os.fork()
+    if number == 0:
+        os.read(read, 1)
+        os._exit(0)
+    assert presence.start_of(number) == presence.start_of(number) != ""
+    os.write(write, b".")
+    os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT)  # it has ended, and is still listed
+    assert Path(f"/proc/{number}").exists()
+    assert presence.start_of(number) == ""
+    os.waitpid(number, 0)
+    os.close(read)
+    os.close(write)
+
+
+def test_a_trial_whose_process_is_too_slow_for_its_heartbeats_is_still_its_own(
+    workers: Start, url: str, tmp_path: Path
+) -> None:
+    with workers(url, tmp_path, workers=2, n_trials=8, seconds=0.5, heartbeat=1) as group:
+        while len(begun(tmp_path)) < 4:  # FP32, which all wait for, is told
+            assert group.some_are_there()
+            time.sleep(0.02)
+        slow = begun(tmp_path)[-1][0]
+        os.kill(slow, signal.SIGSTOP)
+        stopped = time.monotonic()
+        try:
+            while len(begun(tmp_path)) < 8 or time.monotonic() < stopped + presence.GRACE + 2:
+                assert group.some_are_there()
+                assert time.monotonic() < stopped + 60
+                time.sleep(0.1)
+        finally:
+            os.kill(slow, signal.SIGCONT)
+        assert set(group.end().values()) == {0}, group.told()
+    assert Counter(policy for _, policy in begun(tmp_path)).most_common(1)[0][1] == 1
+    assert len(run_alone(trials_of(url))) == len(trials_of(url)) == 8
+
+
+def test_what_another_process_is_asking_for_is_not_yet_one_that_it_runs(url: str, tmp_path: Path) -> None:
+    """Optuna's own samplers write a trial's parameters one by one, and its policy after them."""
+    plan = plan_on(url, tmp_path, sampler="random")
+    measure = FakeMeasure(noise=0.001)
+    run_worker(plan, measure, n_trials=4)
+    with opened(url) as storage, present(plan, storage, "worker", Events()) as here:
+        study = open_search(plan, storage, learn(plan, measure, Events(), here), here)
+        with opened(url) as other:
+            optuna.load_study(study_name="shared", storage=other).ask()
+        with study.turn():
+            assert study.elsewhere() == {}
+
+
+def test_sqlite_that_another_machine_runs_is_refused(
+    workers: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
-    with processes(url, tmp_path, workers=1, n_trials=4, seconds=60.0, heartbeat=1) as (parent, numbers):
+    with workers(url, tmp_path, workers=1, n_trials=4, seconds=60.0, heartbeat=1) as group:
         while not begun(tmp_path):
-            assert parent.poll() is None
+            assert group.some_are_there()
             time.sleep(0.02)
         with monkeypatch.context() as patch:
             patch.setattr(presence, "this_machine", lambda: "another")
             with pytest.raises(StudyError, match=r"in use by a process of another machine.*postgresql://"):
                 run_worker(plan_on(url, tmp_path), FakeMeasure(), n_trials=4)
-            os.kill(numbers[0], signal.SIGKILL)  # then its heartbeats stop, and the study is free
+            os.kill(group.numbers[0], signal.SIGKILL)  # then its heartbeats stop, and the study is free
             measure = FakeMeasure(noise=0.001)
             assert run_worker(plan_on(url, tmp_path), measure, n_trials=4) == 4
 

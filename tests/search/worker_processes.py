@@ -1,7 +1,7 @@
-"""Worker processes on one study, with trials that sleep: `python worker_processes.py '{"storage": ..., ...}'`.
+"""Worker processes on one study, with trials that sleep: reads a line such as `{"storage": ..., ...}` for each study.
 
 All is imported once, then each worker is forked: it is there at once. Prints the processes' numbers as one JSON line,
-then what each ended with, as another.
+then what each ended with, as another; what they say on standard error is in `told.txt` in the study's folder.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from toys import Chain, FakeMeasure, tiny_plan, tiny_task
 
@@ -35,21 +36,28 @@ class SleepingMeasure(FakeMeasure):
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
+    for line in sys.stdin:
+        run(json.loads(line))
+
+
+def run(given: dict[str, Any]) -> None:
+    folder = Path(given["folder"])
     settings = {
         "storage": given["storage"],
         "study_name": given.get("study_name", "shared"),
         "heartbeat_seconds": given.get("heartbeat", 10),
     }
-    plan = tiny_plan(given["folder"], task=tiny_task(model=Chain), sampler=given.get("sampler", "policy"), **settings)
-    log = Path(given["folder"]) / "begun.txt"
+    plan = tiny_plan(folder, task=tiny_task(model=Chain), sampler=given.get("sampler", "policy"), **settings)
     numbers = []
     for _ in range(given["workers"]):
         number = os.fork()
         if number == 0:
             code = 1
             try:
-                run_worker(plan, SleepingMeasure(log, given["seconds"]), n_trials=given["n_trials"])
+                with (folder / "told.txt").open("a") as told:
+                    os.dup2(told.fileno(), sys.stderr.fileno())
+                measure = SleepingMeasure(folder / "begun.txt", given["seconds"])
+                run_worker(plan, measure, n_trials=given["n_trials"])
                 code = 0
             except BaseException:
                 traceback.print_exc()
