@@ -34,7 +34,7 @@ test-integrations: $(VENV)/.installed-dev
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-compile --editable ".[lightning,accelerate,hf,timm,onnx]" onnxruntime deepspeed tensorboard
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS) --dist worksteal tests/integrations
 
-# Searches on a Ray cluster of this machine and on submitit's own executor.
+# Searches on clusters of this machine alone: Ray's, SLURM's, and submitit's own executor.
 test-cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --editable ".[slurm,ray]"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadgroup tests/engines

@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1] / "tests" / "search"
-sys.path.insert(0, str(TESTS))
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path[:0] = [str(TESTS / "search"), str(TESTS)]
 
 import optuna  # noqa: E402
 from postgres_server import find_programs, postgres_server  # noqa: E402
@@ -71,7 +71,9 @@ def speed(url: str, num_workers: int, trials: int, seconds: float) -> float:
     with tempfile.TemporaryDirectory() as folder:
         about = {"storage": url, "study_name": name, "folder": folder, "heartbeat": 15}
         asked = {"workers": num_workers, "n_trials": trials, "seconds": seconds, **about}
-        subprocess.run([sys.executable, TESTS / "worker_processes.py", json.dumps(asked)], check=True, stdout=-3)
+        subprocess.run(
+            [sys.executable, TESTS / "search" / "worker_processes.py", json.dumps(asked)], check=True, stdout=-3
+        )
     finished = [t for t in optuna.load_study(study_name=name, storage=open_storage(url)).trials if t.values]
     assert len(finished) >= trials
     starts, ends = ([getattr(t, which) for t in finished] for which in ("datetime_start", "datetime_complete"))

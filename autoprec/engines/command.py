@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,11 @@ __all__ = ["Command", "Finished", "WorkerLostError"]
 
 MAX_LOST = 3
 """Times that a command which a signal ended is started again in the same job."""
+INTERRUPTED = 130
+"""What `autoprec` ends with when it is told to end."""
+LEAVING_SECONDS = 60.0
+"""How long a job whose command was told to end waits for its own end. SLURM sends SIGTERM to all processes of a job
+that is preempted or cancelled, and SIGKILL after its KillWait, 30 s where nobody has set it (slurm.conf(5))."""
 NUM_LINES = 30
 """Last lines of stderr that come back."""
 STOP_SECONDS = 10.0
@@ -63,6 +69,9 @@ class Command:
     def __call__(self) -> Finished:
         """Run the command to its end, again where a signal has ended it.
 
+        Where it was told to end, and not by this object, the job is about to be taken away: a result would say that
+        it is done, and nobody would wait for the one that is queued in its place.
+
         Raises:
             WorkerLostError: one has ended it `MAX_LOST` times.
         """
@@ -70,10 +79,13 @@ class Command:
             more = ["--output", folder] if self.returns_files else []
             for _ in range(MAX_LOST):
                 finished = self._run([*self.arguments, *more])
-                if finished.exit_code >= 0 or self._is_stopped:
+                if finished.exit_code == INTERRUPTED and not self._is_stopped:
+                    time.sleep(LEAVING_SECONDS)
+                elif finished.exit_code >= 0 or self._is_stopped:
                     files = {path.name: path.read_text() for path in Path(folder).glob("*.json")}
                     return Finished(finished.exit_code, finished.stdout, finished.stderr, files)
-        raise WorkerLostError(f"signal {-finished.exit_code} ended the worker {MAX_LOST} times\n{finished.stderr}")
+        what = "an interrupt" if finished.exit_code == INTERRUPTED else f"signal {-finished.exit_code}"
+        raise WorkerLostError(f"{what} ended the worker {MAX_LOST} times\n{finished.stderr}")
 
     def stop(self) -> None:
         """Let the running trial go, so that another worker runs it again."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from optuna.storages import RDBStorage
 from optuna.study import get_all_study_names, load_study
+from optuna.trial import TrialState
 
 from autoprec.engines import ENGINES
 from autoprec.engines.command import Command, Finished
@@ -24,6 +25,8 @@ __all__ = ["Engine", "Job", "open_engine", "run_on_engine"]
 POLL_SECONDS = 0.5
 MAX_RESTARTS = 3
 """Jobs that are started again in place of one that the engine has lost, for each worker."""
+LAST_SECONDS = 15.0
+"""For which workers may go on when no trial is missing and none runs."""
 
 
 class Job(Protocol):
@@ -132,16 +135,23 @@ def _watch(
 ) -> None:
     told = _Told(database, study_name, events)
     restarts, ended = 0, []
+    busy = time.monotonic()
     while jobs:
         time.sleep(POLL_SECONDS)
         told.look()
+        if told.num_missing or told.num_running:
+            busy = time.monotonic()
+        elif time.monotonic() - busy > LAST_SECONDS:
+            for job in jobs:  # one that waits to be run again, say: there is nothing left for it
+                job.cancel()
+            jobs.clear()
         for job in [job for job in jobs if job.is_done()]:
             jobs.remove(job)
             try:
                 finished = job.result()
             except LostJobError as error:
                 events.note(f"a job was lost: {error}")
-                if restarts < MAX_RESTARTS * num_workers:
+                if told.num_missing and restarts < MAX_RESTARTS * num_workers:
                     restarts += 1
                     jobs += engine.start(worker, count=1)
                 continue
@@ -180,6 +190,10 @@ class _Told:
             if not record.is_cached:
                 self._num_finished += 1
                 self._events.trial_finished(record, num_finished=self._num_finished, n_trials=get_total(self._study))
+
+    @property
+    def num_running(self) -> int:
+        return 0 if self._study is None else len(self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
 
     @property
     def num_missing(self) -> int:

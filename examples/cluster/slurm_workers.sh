@@ -9,7 +9,7 @@
 #SBATCH --requeue
 #SBATCH --signal=B:TERM@60
 set -euo pipefail
-: "${AUTOPREC_STORAGE:?the URL of the study\'s database is needed}"
+: "${AUTOPREC_STORAGE:?the URL of the study database is needed}"
 
 autoprec worker --storage "$AUTOPREC_STORAGE" --study-name resnet50-a100 --model resnet50 --n-trials 60 &
 worker=$!

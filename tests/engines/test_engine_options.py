@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from autoprec.cli import output
 from autoprec.cli.engine_options import EngineOptions
 from autoprec.cli.study_options import StudyOptions
 from autoprec.cli.task_options import TaskOptions, as_arguments
+from autoprec.engines import command as command_module
 from autoprec.engines.command import Command, WorkerLostError
 from autoprec.errors import UsageError
 from autoprec.search.events import Events
@@ -124,6 +126,20 @@ def test_a_command_that_a_signal_ends_is_started_again_a_few_times(
     with pytest.raises(WorkerLostError, match="signal 9 ended the worker 3 times"):
         always()
     assert (tmp_path / "always").read_text() == "x\n" * 3
+
+
+def test_a_command_that_is_told_to_end_is_started_again_if_its_job_is_not_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command_module.INTERRUPTED == output.INTERRUPTED
+    monkeypatch.setattr(command_module, "LEAVING_SECONDS", 0.5)
+    asked = command("echo x >> count; [ $(wc -l < count) -ge 2 ] || exit 130", tmp_path, monkeypatch)
+    started = time.monotonic()
+    assert asked().exit_code == 0
+    assert time.monotonic() - started >= 0.5
+    always = command("exit 130", tmp_path, monkeypatch)
+    with pytest.raises(WorkerLostError, match="an interrupt ended the worker 3 times"):
+        always()
 
 
 def test_a_command_that_is_interrupted_takes_its_process_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

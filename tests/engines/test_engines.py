@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -11,18 +10,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
 
-import optuna
 import pytest
-from recorded_task import RECORD, SECONDS
+from searches import TASK, TOTAL, Start, check_ended, finished, parent_of, record, wait_for_trials, workers
 
 from autoprec import load_policy
-from autoprec.search.storage import opened
-
-TASK = f"{Path(__file__).with_name('recorded_task.py')}:task"
-TOTAL = 8
-SHORT = ["--n-trials", str(TOTAL), "--steps", "4", "--max-seeds", "2", "--heartbeat", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -46,96 +38,6 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 head.wait(30)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(head.pid, signal.SIGKILL)
-
-
-class Start(Protocol):
-    def __call__(
-        self, folder: Path, engine: str, *more: str, task: str = TASK, seconds: float = 0.5
-    ) -> subprocess.Popen[str]: ...
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts a search on an engine, which ends with the test."""
-    with contextlib.ExitStack() as stack:
-
-        def begin(*given: Any, **more: Any) -> subprocess.Popen[str]:
-            search = stack.enter_context(start_search(*given, **more))
-            stack.callback(search.kill)
-            return search
-
-        yield begin
-
-
-def start_search(
-    folder: Path, engine: str, *more: str, task: str = TASK, seconds: float = 0.5
-) -> subprocess.Popen[str]:
-    (folder / SECONDS).write_text(str(seconds))
-    place = ["--storage", f"sqlite:///{folder / 'study.db'}", "--study-name", "on-an-engine", "-o", str(folder / "run")]
-    return subprocess.Popen(
-        [sys.executable, "-m", "autoprec", "search", "--task", task, *SHORT, *place, "--engine", engine, *more],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def record(folder: Path) -> list[tuple[str, int]]:
-    """Return (devices that it saw, process) of each training that was begun."""
-    path = folder / RECORD
-    lines = [line.rpartition(" ") for line in path.read_text().splitlines()] if path.exists() else []
-    return [(devices, int(process)) for devices, _, process in lines]
-
-
-def workers(folder: Path) -> list[int]:
-    """Return the `autoprec worker` processes on the study in a folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            words = path.read_bytes().decode(errors="replace").split("\0")
-            if "worker" in words and any(str(folder) in word for word in words):
-                found.append(int(path.parent.name))
-    return found
-
-
-def parent_of(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def wait_for_trials(search: subprocess.Popen[str], folder: Path, *, count: int) -> None:
-    deadline = time.monotonic() + 300
-    while len(finished(folder)) < count:
-        assert search.poll() is None, search.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
-def finished(folder: Path) -> list[optuna.trial.FrozenTrial]:
-    """Return the trials that were run to their end; none where there is no study yet."""
-    if not (folder / "study.db").exists():
-        return []
-    try:
-        with opened(f"sqlite:///{folder / 'study.db'}") as storage:
-            trials = optuna.load_study(study_name="on-an-engine", storage=storage).get_trials(deepcopy=False)
-    except KeyError:  # the database is there, and the study not yet
-        return []
-    ran = [trial for trial in trials if "outcome" in trial.user_attrs and trial.state.is_finished()]
-    return [trial for trial in ran if "cached_from" not in trial.user_attrs]
-
-
-def check_ended(search: subprocess.Popen[str], folder: Path) -> None:
-    """Check that a search ends with a recommendation, the total, no policy twice, and no worker left."""
-    stdout, stderr = search.communicate(timeout=400)
-    assert search.returncode in (0, 3), stderr
-    assert "the trials are done; the proof runs as one more job" in stdout
-    assert load_policy(folder / "run" / "policy.json").recommendation is not None
-    assert json.loads((folder / "run" / "front.json").read_text())
-    ran = finished(folder)
-    assert len(ran) == TOTAL
-    assert len({trial.user_attrs["policy_key"] for trial in ran}) == TOTAL
-    assert workers(folder) == []
 
 
 @pytest.mark.xdist_group("ray")  # one cluster for all of them
