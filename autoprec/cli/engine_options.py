@@ -111,6 +111,7 @@ class EngineOptions:
     def _storage(self, url: str, kind: str) -> tuple[str, str | None]:
         """Return the URL for the workers' command lines, and the password apart."""
         from autoprec.search.network_folders import sqlite_path
+        from autoprec.search.sharing import require_turns
         from autoprec.search.storage import without_password
 
         if sqlite_path(url) is not None and not self._is_on_this_machine:
@@ -118,6 +119,7 @@ class EngineOptions:
                 f"engine {self.engine}: SQLite is for the processes of one machine; give --storage"
                 " postgresql://USER@HOST/DATABASE"
             )
+        require_turns(url)
         shown, password = without_password(url)
         if password is not None and kind == "slurm":
             raise UsageError(

@@ -12,8 +12,9 @@ from autoprec.errors import StudyError, UsageError, did_you_mean
 from autoprec.search.events import Events
 from autoprec.search.network_folders import sqlite_path
 from autoprec.search.presence import GRACE, Presence
+from autoprec.search.storage import DIALECTS
 
-__all__ = ["get_total", "require_one_machine", "require_study", "set_total"]
+__all__ = ["get_total", "require_one_machine", "require_study", "require_turns", "set_total"]
 
 TOTAL = "autoprec:n_trials"
 """User attribute of the study: the finished trials that it is to have."""
@@ -39,6 +40,20 @@ def require_study(storage: BaseStorage, name: str) -> None:
         raise UsageError(
             f"no study {name!r} in the storage{did_you_mean(name, names)}; `autoprec search` with the same --storage"
             " and --study-name begins it, or give --n-trials and the worker does"
+        )
+
+
+def require_turns(url: str) -> None:
+    """Refuse a database on which processes of several machines cannot take turns.
+
+    Raises:
+        UsageError: it is neither SQLite nor PostgreSQL.
+    """
+    dialect = url.partition(":")[0].partition("+")[0].lower()
+    if dialect in DIALECTS and dialect not in ("sqlite", "postgresql"):
+        raise UsageError(
+            f"storage {dialect}: one search can use it, workers cannot: they take turns by a lock of the database;"
+            " give postgresql://USER@HOST/DATABASE, or sqlite:///FILE on one machine"
         )
 
 

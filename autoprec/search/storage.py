@@ -19,6 +19,7 @@ from autoprec.search.locks import alone, alone_on_server
 from autoprec.search.network_folders import refuse_network_folder
 
 __all__ = [
+    "DIALECTS",
     "open_storage",
     "opened",
     "opened_alone",

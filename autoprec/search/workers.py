@@ -13,7 +13,7 @@ from autoprec.search.plan import SearchPlan
 from autoprec.search.profiling import learn
 from autoprec.search.runner import run_trials
 from autoprec.search.samplers import quiet_optuna
-from autoprec.search.sharing import get_total, require_study, set_total
+from autoprec.search.sharing import get_total, require_study, require_turns, set_total
 from autoprec.search.storage import opened
 
 __all__ = ["run_worker"]
@@ -35,7 +35,7 @@ def run_worker(plan: SearchPlan, measure: Measure, *, n_trials: int | None = Non
         The number of finished trials that the study holds.
 
     Raises:
-        UsageError: no storage, no study, or a study of other settings.
+        UsageError: no storage, one without turns, no study, or a study of other settings.
         StudyError, TaskError: as `run_trials`.
     """
     events = events or Events()
@@ -43,6 +43,7 @@ def run_worker(plan: SearchPlan, measure: Measure, *, n_trials: int | None = Non
     url, name = plan.settings.storage, plan.settings.study_name
     if url is None or name is None:
         raise UsageError("a worker needs the study's --storage and --study-name")
+    require_turns(url)
     with opened(url) as storage:
         if n_trials is None:
             require_study(storage, name)

@@ -238,6 +238,12 @@ def test_a_worker_of_another_task_is_refused_with_the_first_difference(url: str,
     assert other.order == []
 
 
+@pytest.mark.parametrize("driver", ["mysql", "MySQL+pymysql", "mariadb"])
+def test_a_database_without_turns_is_refused(driver: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"storage {driver.partition('+')[0].lower()}: .*workers cannot.*postgresql:"):
+        run_worker(plan_on(f"{driver}://me@host/db", tmp_path), FakeMeasure(), n_trials=3)
+
+
 def test_what_a_worker_ends_in_good_order_is_run_again_as_often_as_that(url: str, tmp_path: Path) -> None:
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
