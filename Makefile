@@ -37,7 +37,7 @@ test-integrations: $(VENV)/.installed-dev
 # Searches on clusters of this machine alone: Ray's, SLURM's, and submitit's own executor.
 test-cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --editable ".[slurm,ray]"
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadgroup tests/engines
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS) --dist loadgroup tests/engines
 
 # Heavier checks than the suite allows, and every figure that the documentation quotes.
 test-slow: $(VENV)/.installed-dev

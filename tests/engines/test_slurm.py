@@ -79,6 +79,7 @@ def test_slurm_runs_two_workers_each_on_its_own_device_and_queues_a_preempted_on
     assert "s3cret" not in "".join(path.read_text(errors="replace") for path in (tmp_path / "run/jobs").iterdir())
 
 
+@pytest.mark.slow  # two minutes, most of which SLURM and the search wait for it to be missed
 def test_a_job_that_slurm_ends_is_submitted_anew(start: Start, storage: str, tmp_path: Path) -> None:
     search = start(tmp_path, "slurm", "--workers", "2", storage=storage)
     wait_for_trials(search, tmp_path, count=3)
