@@ -71,9 +71,9 @@ def speed(url: str, num_workers: int, trials: int, seconds: float) -> float:
     with tempfile.TemporaryDirectory() as folder:
         about = {"storage": url, "study_name": name, "folder": folder, "heartbeat": 15}
         asked = {"workers": num_workers, "n_trials": trials, "seconds": seconds, **about}
-        subprocess.run(
-            [sys.executable, TESTS / "search" / "worker_processes.py", json.dumps(asked)], check=True, stdout=-3
-        )
+        script = [sys.executable, TESTS / "search" / "worker_processes.py"]
+        told = subprocess.run(script, input=json.dumps(asked) + "\n", capture_output=True, text=True, check=True)
+        assert set(json.loads(told.stdout.splitlines()[-1]).values()) == {0}, told
     finished = [t for t in optuna.load_study(study_name=name, storage=open_storage(url)).trials if t.values]
     assert len(finished) >= trials
     starts, ends = ([getattr(t, which) for t in finished] for which in ("datetime_start", "datetime_complete"))
