@@ -52,13 +52,15 @@ def run_trials(
     Raises:
         TaskError, StudyError: FP32 itself does not train, so that nothing can be compared.
     """
-    run = _Runner(study, measure, n_trials=n_trials, settings=settings, events=events, timeout_seconds=timeout_seconds)
-    run.arms(arms)
+    run = _Runner(
+        study, measure, arms, n_trials=n_trials, settings=settings, events=events, timeout_seconds=timeout_seconds
+    )
+    run.arms()
     run.interrupted()
     at_once = num_parallel(measure)
     repeats = study.num_cached_last // at_once * at_once  # of a search that was stopped
-    while run.is_open(arms):
-        if run.arms(arms) or run.interrupted():
+    while run.is_open:
+        if run.arms() or run.interrupted():
             continue
         room = run.room
         if room <= 0 or study.fp32 is None:
@@ -95,12 +97,14 @@ class _Runner:
         self,
         study: SearchStudy,
         measure: Measure,
+        arms: Sequence[Arm],
         *,
         n_trials: int,
         settings: TrialSettings,
         events: Events,
         timeout_seconds: float | None,
     ) -> None:
+        self._arms = arms
         self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         self._study = study
         self._measure = measure
@@ -115,33 +119,39 @@ class _Runner:
         """Whether no new trial may begin."""
         return self._deadline is not None and time.monotonic() >= self._deadline
 
-    def is_open(self, arms: Sequence[Arm]) -> bool:
+    @property
+    def is_open(self) -> bool:
         """Whether there is something to run, or to wait for."""
         if self._study.is_exhausted or self.is_over:
             return False
-        return self._study.num_finished < self._n_trials or bool(self._missing(arms, baselines_only=True))
+        return self._study.num_finished < self._n_trials or bool(self._missing(baselines_only=True))
 
     @property
     def room(self) -> int:
-        """How many trials may begin now: those that run are taken for finished."""
-        return self._n_trials - self._study.num_finished - len(self._running) - len(self._study.elsewhere())
+        """How many trials may begin now: those that run count as finished, and so do baselines that must still run."""
+        running = self._study.running_arms()
+        to_run = [
+            arm for arm in self._missing(baselines_only=True) if arm.name not in running
+        ]  # one that was lost, say
+        begun = self._study.num_finished + len(self._running) + len(self._study.elsewhere())
+        return self._n_trials - begun - len(to_run)
 
-    def arms(self, arms: Sequence[Arm]) -> bool:
+    def arms(self) -> bool:
         """Run the baselines, and the warm starts that the number of trials has room for; FP32's failure stops all.
 
         Return whether any was run.
         """
         before = self._num_asked
-        self._run(self._asked_arms(arms))
+        self._run(self._asked_arms())
         return self._num_asked > before
 
-    def _missing(self, arms: Sequence[Arm], *, baselines_only: bool = False) -> list[Arm]:
+    def _missing(self, *, baselines_only: bool = False) -> list[Arm]:
         done = {record.arm for record in self._study.records}
-        return [arm for arm in arms if arm.name not in done and (arm.is_baseline or not baselines_only)]
+        return [arm for arm in self._arms if arm.name not in done and (arm.is_baseline or not baselines_only)]
 
-    def _asked_arms(self, arms: Sequence[Arm]) -> Iterator[_Asked]:
+    def _asked_arms(self) -> Iterator[_Asked]:
         """Ask for each arm when it is its turn: another process may have taken it meanwhile."""
-        for arm in self._missing(arms):
+        for arm in self._missing():
             if not arm.is_baseline and (self.room <= 0 or self.is_over):
                 continue
             with self._study.turn():

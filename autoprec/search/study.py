@@ -271,6 +271,10 @@ class SearchStudy:
         others = [trial for trial in marked if not self.presence.is_mine(trial)]
         return {trial.user_attrs["policy_key"]: trial.user_attrs.get("arm", "") for trial in others}
 
+    def running_arms(self) -> set[str]:
+        """Return the names of the arms that run now, here or elsewhere."""
+        return {trial.user_attrs["arm"] for trial in self._trials(TrialState.RUNNING) if "arm" in trial.user_attrs}
+
     def num_lost(self, key: str) -> int:
         """Return how many workers ended without a word while they ran a policy."""
         lost = [trial.user_attrs for trial in self._failed() if INTERRUPTED not in trial.user_attrs]

@@ -30,6 +30,7 @@ from autoprec.search.anchors import ANCHOR_EVERY
 from autoprec.search.events import Events
 from autoprec.search.pipeline import open_search, present, run_search
 from autoprec.search.profiling import learn
+from autoprec.search.runner import _Runner
 from autoprec.search.storage import open_storage, opened
 from autoprec.search.workers import run_worker
 from autoprec.trials.outcome import Outcome, TrialSettings
@@ -352,6 +353,19 @@ def test_a_trial_whose_process_is_too_slow_for_its_heartbeats_is_still_its_own(
         assert set(group.end().values()) == {0}, group.told()
     assert Counter(policy for _, policy in begun(tmp_path)).most_common(1)[0][1] == 1
     assert len(run_alone(trials_of(url))) == len(trials_of(url)) == 8
+
+
+def test_a_place_is_kept_for_a_baseline_that_must_run_again(url: str, tmp_path: Path) -> None:
+    plan = plan_on(url, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run_worker(plan, FakeMeasure(noise=0.001, stop_at=2), n_trials=4)
+    measure = FakeMeasure(noise=0.001)
+    with opened(url) as storage, present(plan, storage, "worker", Events()) as here:
+        study = open_search(plan, storage, learn(plan, measure, Events(), here), here)
+        assert {record.arm for record in study.records} == {"fp32"}
+        settings = {"settings": plan.trial, "events": Events(), "timeout_seconds": None}
+        runner = _Runner(study, measure, plan.arms, n_trials=4, **settings)
+        assert runner.room == 1  # of four, beside one that is finished and two baselines
 
 
 def test_what_another_process_is_asking_for_is_not_yet_one_that_it_runs(url: str, tmp_path: Path) -> None:
