@@ -20,7 +20,7 @@ from autoprec.search.sharing import get_total
 from autoprec.search.storage import opened
 from autoprec.search.study import is_finished, read_record
 
-__all__ = ["Engine", "Job", "open_engine", "run_on_engine"]
+__all__ = ["Engine", "Job", "last_line", "open_engine", "run_on_engine"]
 
 POLL_SECONDS = 0.5
 MAX_RESTARTS = 3
@@ -157,15 +157,16 @@ def _watch(
                 continue
             ended.append(finished)
             if finished.exit_code != 0:
-                events.note(f"a worker ended with exit code {finished.exit_code}: {_last_line(finished)}")
+                events.note(f"a worker ended with exit code {finished.exit_code}: {last_line(finished.stderr)}")
     told.look()
     if told.num_missing and not any(each.exit_code == 0 for each in ended):  # else the time was over
         why = next((each.stderr for each in ended), "") or "all of them were lost"
         raise StudyError(f"no worker is left, and {told.num_missing} trials are missing\n{why.rstrip()}")
 
 
-def _last_line(finished: Finished) -> str:
-    return next((line for line in reversed(finished.stderr.splitlines()) if line.strip()), "it says nothing")
+def last_line(text: str) -> str:
+    """Return the last line that is not empty: what a program or an exception ends with."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it says nothing")
 
 
 class _Told:

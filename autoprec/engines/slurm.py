@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.engines.command import Command, Finished
-from autoprec.engines.run import Job, LostJobError
+from autoprec.engines.run import Job, LostJobError, last_line
 from autoprec.errors import UsageError
 
 __all__ = ["SlurmEngine"]
@@ -121,11 +121,11 @@ class _SlurmJob:
         from submitit.core.utils import UncompletedJobError
 
         if self._queue is not None and not self._has_result():
-            raise LostJobError(f"job {self._job.job_id}: SLURM has ended it; {_last_line(self._job.stderr())}")
+            raise LostJobError(f"job {self._job.job_id}: SLURM has ended it; {last_line(self._job.stderr() or '')}")
         try:
             finished: Finished = self._job.result()
         except UncompletedJobError as error:
-            raise LostJobError(f"job {self._job.job_id}: {_last_line(str(error))}") from None
+            raise LostJobError(f"job {self._job.job_id}: {last_line(str(error))}") from None
         return finished
 
     def cancel(self) -> None:
@@ -152,8 +152,3 @@ class _Queue:
         except (OSError, subprocess.SubprocessError):
             return None
         return set(told.stdout.split())
-
-
-def _last_line(text: str | None) -> str:
-    lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
-    return lines[-1] if lines else "it says nothing"

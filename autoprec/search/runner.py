@@ -130,9 +130,7 @@ class _Runner:
     def room(self) -> int:
         """How many trials may begin now: those that run count as finished, and so do baselines that must still run."""
         running = self._study.running_arms()
-        to_run = [
-            arm for arm in self._missing(baselines_only=True) if arm.name not in running
-        ]  # one that was lost, say
+        to_run = [arm for arm in self._missing(baselines_only=True) if arm.name not in running]
         begun = self._study.num_finished + len(self._running) + len(self._study.elsewhere())
         return self._n_trials - begun - len(to_run)
 

@@ -12,7 +12,7 @@ from autoprec.errors import StudyError, UsageError, did_you_mean
 from autoprec.search.events import Events
 from autoprec.search.network_folders import sqlite_path
 from autoprec.search.presence import GRACE, Presence
-from autoprec.search.storage import DIALECTS
+from autoprec.search.storage import DIALECTS, dialect_of
 
 __all__ = ["get_total", "require_one_machine", "require_study", "require_turns", "set_total"]
 
@@ -49,7 +49,7 @@ def require_turns(url: str) -> None:
     Raises:
         UsageError: it is neither SQLite nor PostgreSQL.
     """
-    dialect = url.partition(":")[0].partition("+")[0].lower()
+    dialect = dialect_of(url)
     if dialect in DIALECTS and dialect not in ("sqlite", "postgresql"):
         raise UsageError(
             f"storage {dialect}: one search can use it, workers cannot: they take turns by a lock of the database;"

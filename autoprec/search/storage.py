@@ -20,6 +20,7 @@ from autoprec.search.network_folders import refuse_network_folder
 
 __all__ = [
     "DIALECTS",
+    "dialect_of",
     "open_storage",
     "opened",
     "opened_alone",
@@ -38,6 +39,11 @@ CREATE_ATTEMPTS, CREATE_PAUSE_SECONDS = 20, 0.25
 
 def sqlite_url(path: Path) -> str:
     return f"sqlite:///{path}"
+
+
+def dialect_of(url: str) -> str:
+    """Return a database URL's dialect without its driver, whether there is such a one or not."""
+    return url.partition(":")[0].partition("+")[0].lower()
 
 
 def hide_password(url: str) -> str:
@@ -67,7 +73,7 @@ def open_storage(url: str) -> RDBStorage:
             file system.
         StudyError: the database cannot be reached. No message holds a password.
     """
-    dialect = url.partition(":")[0].partition("+")[0].lower()
+    dialect = dialect_of(url)
     if "://" not in url or dialect not in DIALECTS:
         shown = dialect[:40] if "://" in url else url[:60] if "@" not in url else "..."
         raise UsageError(
