@@ -10,7 +10,7 @@ from autoprec.errors import UsageError
 from autoprec.policy import Number
 from autoprec.trials.aborting import AbortRules
 
-__all__ = ["EndKind", "Headroom", "Outcome", "TrialSettings", "NonFinite"]
+__all__ = ["PRECISION_ENDS", "EndKind", "Headroom", "Outcome", "TrialSettings", "NonFinite"]
 
 EndKind = Literal[
     "ok",
@@ -25,6 +25,12 @@ EndKind = Literal[
     "crashed",
     "user_error",
 ]
+
+PRECISION_ENDS: frozenset[EndKind] = frozenset(
+    {"non_finite_loss", "scale_collapsed", "no_step_taken", "non_finite_buffer", "aborted"}
+)
+"""Ends that speak against a precision. The others (time, memory, a crash, a refused operator, the task's own error) say
+nothing of how a policy trains, and are never told as lost accuracy."""
 
 
 class TrialSettings(BaseModel):
@@ -47,6 +53,8 @@ class TrialSettings(BaseModel):
     """Let the learning rate fall to zero over the run (verification); a task's own scheduler wins."""
     perturbation: float = Field(default=0.0, ge=0)
     """Move each start weight by up to this share of itself, at random: shows how far two equal trainings part."""
+    measure_start: bool = False
+    """Evaluate the start weights too, in FP32 (the reference of a verification): what training gained is measured."""
     watch_headroom: bool = False
     """Note how near the forward passes come to the end of FP16 (verification)."""
     abort: AbortRules | None = None
@@ -105,6 +113,9 @@ class Outcome(BaseModel):
     throughput_over_autocast: float | None = None
     accuracy: Number | None = None
     eval_loss: Number | None = None
+    start_accuracy: Number | None = None
+    """At the start weights of the same seed, where that was asked for; None too where it was not finite."""
+    start_eval_loss: Number | None = None
     train_losses: list[float] = Field(default_factory=list)
     num_steps_taken: int = 0
     num_steps_skipped: int = 0
@@ -129,6 +140,11 @@ class Outcome(BaseModel):
     @property
     def is_ok(self) -> bool:
         return self.kind == "ok"
+
+    @property
+    def blames_precision(self) -> bool:
+        """Whether the run ended for a reason that speaks against its precision."""
+        return self.kind in PRECISION_ENDS
 
     @property
     def skip_rate(self) -> float:

@@ -38,7 +38,7 @@ from autoprec.trials.building import (
     prepare_batch,
 )
 from autoprec.trials.compiling import compiled, forget_compiled, option_notes
-from autoprec.trials.evaluation import estimate_batchnorm, evaluate
+from autoprec.trials.evaluation import Evaluation, estimate_batchnorm, evaluate
 from autoprec.trials.failures import TrialEnd, classify, describe, format_traceback
 from autoprec.trials.finiteness import find_in_buffers, find_in_forward, find_in_gradients
 from autoprec.trials.isolation import RandomState, RandomStream, isolated, release, seed_everything
@@ -114,6 +114,7 @@ class _Trial:
     num_skipped: int = 0
     step_number: int | None = None
     non_finite: NonFinite | None = None
+    start: dict[str, Number] = field(default_factory=dict)
     largest_half: LargestHalf = field(default_factory=LargestHalf)
     reference: weakref.ref[nn.Module] | None = None
 
@@ -131,6 +132,9 @@ class _Trial:
     def run(self) -> Outcome:
         model: nn.Module | None = None
         try:
+            if self.settings.measure_start:
+                with self.timed("evaluation"):
+                    self.start = self._measure_start()
             seed_everything(self.settings.seed)
             model = build_model(self.task, self.device)
             perturb_weights(model, self.settings.perturbation, seed=self.settings.seed)
@@ -149,13 +153,25 @@ class _Trial:
             if model is not None:
                 _strip(model)
 
+    def _measure_start(self) -> dict[str, Number]:
+        """Return what the held-out data gives at the start weights: of a model of its own, so that this run is as any.
+
+        It is built and evaluated as the trained one is (batch statistics estimated anew), in FP32. A value that is not
+        finite is left out.
+        """
+        seed_everything(self.settings.seed)
+        found = self._held_out(build_model(self.task, self.device))
+        self.data = RandomStream(self.settings.seed)
+        values = {"start_accuracy": found.metric, "start_eval_loss": found.loss}
+        return {name: Number(value=value, kind="measured") for name, value in values.items() if math.isfinite(value)}
+
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
             yield
         finally:
-            self.phase_seconds[phase] = time.perf_counter() - started
+            self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def _arithmetic(self) -> contextlib.AbstractContextManager[Any]:
         return emulate() if self.emulates else contextlib.nullcontext()
@@ -267,19 +283,21 @@ class _Trial:
 
     def _evaluate(self, model: nn.Module) -> tuple[float, float]:
         """Return held-out loss and metric: of the bare FP32 model, or under the policy where the settings say so."""
-        self.data = RandomStream(self.settings.seed)
-        under_policy = self.settings.evaluate_under_policy
-        with self._arithmetic() if under_policy else suspend_policy(model):
-            num_batches = self.settings.batchnorm_batches
-            batches = self._batches(num_batches)
-            estimate_batchnorm(model, self.task, (self._next(batches) for _ in range(num_batches)))
-            result = evaluate(model, self.task, device=self.device)
+        with self._arithmetic() if self.settings.evaluate_under_policy else suspend_policy(model):
+            result = self._held_out(model)
         if not math.isfinite(result.loss):
             raise TrialEnd("non_finite_loss", f"the held-out loss is {result.loss}")
         if not math.isfinite(result.metric):
             message = f"{self.task.metric_name} is {result.metric} on the held-out data while the loss is finite"
             raise TrialEnd("non_finite_loss" if self.policy.low_precisions else "user_error", message)
         return result.loss, result.metric
+
+    def _held_out(self, model: nn.Module) -> Evaluation:
+        self.data = RandomStream(self.settings.seed)
+        num_batches = self.settings.batchnorm_batches
+        batches = self._batches(num_batches)
+        estimate_batchnorm(model, self.task, (self._next(batches) for _ in range(num_batches)))
+        return evaluate(model, self.task, device=self.device)
 
     def _ok(self, loss: float, metric: float) -> Outcome:
         kind: Kind = "emulated" if self.emulates else "measured"
@@ -316,6 +334,7 @@ class _Trial:
             headroom=self._headroom(),
             step_seconds_here=statistics.median(measured) if measured else None,
             notes=self.notes,
+            **self.start,
             **fields,
         )
 

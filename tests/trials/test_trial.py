@@ -140,6 +140,24 @@ class TestTask:
         assert run_trial(task, FP32, SHORT.model_copy(update={"anneal": True})).is_ok
         assert made[0].param_groups[0]["lr"] == pytest.approx(0.5 if with_own else 0.0, abs=1e-12)
 
+    def test_the_start_weights_are_evaluated_on_demand_and_the_run_stays_what_it_is(self) -> None:
+        plain = run_trial(small_task(), FP32, SHORT)
+        found = run_trial(small_task(), FP32, SHORT.model_copy(update={"measure_start": True}))
+        assert comparable(found.model_copy(update={"start_accuracy": None, "start_eval_loss": None})) == comparable(
+            plain
+        )
+        torch.manual_seed(0)
+        model = network()
+        model[1].momentum = None  # the plain mean over the batches that estimate the statistics
+        with torch.no_grad():
+            for batch in batches(0)[: SHORT.batchnorm_batches]:
+                model(batch[0])
+            model.eval()
+            losses = [cross_entropy(model, batch).item() for batch in batches(1)]
+        assert found.start_eval_loss is not None
+        assert found.start_eval_loss.value == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+        assert plain.start_eval_loss is None
+
     def test_an_optimizer_made_by_a_function_gets_the_policys_eps(self) -> None:
         made: list[torch.optim.Optimizer] = []
 
