@@ -30,7 +30,7 @@ def _choose(
     from autoprec.report.front import front_table
     from autoprec.search.export import rechosen_policy
     from autoprec.search.front import read_front
-    from autoprec.search.recommendation import as_preference
+    from autoprec.search.worth import as_preference
 
     check_format(format)
     budget = parse_memory(memory_budget)

@@ -16,7 +16,8 @@ from autoprec.report.escaping import escaped
 from autoprec.report.quantities import show_accuracy, show_bytes, show_duration, show_throughput
 from autoprec.search.arms import FP32
 from autoprec.search.events import Events
-from autoprec.search.recommendation import Candidate, rank
+from autoprec.search.metric import Metric, metric_of
+from autoprec.search.worth import Candidate, best
 
 if TYPE_CHECKING:
     from autoprec.policy import Policy
@@ -32,8 +33,9 @@ __all__ = ["ProofProgress", "Progress", "TrialLines", "forecast", "print_margin"
 class ProofProgress(Events):
     """Print what a proof does; a context, so that the live line is always taken away."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, metric: Metric | None = None) -> None:
         self._console = console
+        self._metric = metric or Metric()
         self._status: Status | None = console.status("starting") if console.is_terminal else None
         self._num_runs = 0
         self._num_done = 0
@@ -60,8 +62,9 @@ class ProofProgress(Events):
 
     def verification_finished(self, arm: str, seed: int, outcome: Outcome) -> None:
         self._num_done += 1
-        ending = f"accuracy {show_accuracy(outcome.accuracy)}" if outcome.is_ok else outcome.kind
-        self._line(f"[proof {self._num_done}/{self._num_runs}] {arm}, seed {seed}: {ending}")
+        self._line(
+            f"[proof {self._num_done}/{self._num_runs}] {arm}, seed {seed}: {_show_metric(outcome, self._metric)}"
+        )
 
     def _line(self, text: str) -> None:
         self._console.print(escaped(text), soft_wrap=True)
@@ -70,21 +73,21 @@ class ProofProgress(Events):
 class TrialLines(Events):
     """Print a line for each trial that finishes, whoever runs it, and the notes."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, metric: Metric | None = None) -> None:
+        self._console, self._metric = console, metric or Metric()
 
     def note(self, text: str) -> None:
         self._console.print(escaped(text), soft_wrap=True)
 
     def trial_finished(self, record: TrialRecord, *, num_finished: int, n_trials: int) -> None:
-        self.note(f"[{num_finished}/{n_trials}] {_show_trial(record)}")
+        self.note(f"[{num_finished}/{n_trials}] {_show_trial(record, self._metric)}")
 
 
 class Progress(ProofProgress):
     """Print what a search does, its trials above all."""
 
     def __init__(self, console: Console, plan: SearchPlan) -> None:
-        super().__init__(console)
+        super().__init__(console, metric_of(plan.task))
         self._plan = plan
         self._candidates: list[Candidate] = []
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -117,7 +120,7 @@ class Progress(ProofProgress):
         outcome = record.outcome
         self._add_phases(outcome)
         self._candidates += [_candidate(record)] if record.is_feasible else []
-        self._line(f"[{num_finished}/{n_trials}] {_show_trial(record)}; best so far {self._best()}")
+        self._line(f"[{num_finished}/{n_trials}] {_show_trial(record, self._metric)}; best so far {self._best()}")
         if record.arm == FP32:
             left = n_trials - num_finished
             self._line(f"time: {forecast(self._plan, num_trials=left, trial_seconds=outcome.wall_seconds)} from here")
@@ -126,7 +129,7 @@ class Progress(ProofProgress):
         reference = next((c for c in self._candidates if c.name == FP32), None)
         if reference is None:
             return "-"
-        return rank(self._candidates, reference, self._plan.settings.prefer)[0].name
+        return best(self._candidates, reference, self._plan.settings.prefer, self._plan.worth).name
 
     def _live(self, text: str) -> None:
         if self._status is not None:
@@ -134,11 +137,17 @@ class Progress(ProofProgress):
             self._status.update(escaped(f"{text} ({elapsed}; best so far {self._best()})"))
 
 
-def _show_trial(record: TrialRecord) -> str:
+def _show_metric(outcome: Outcome, metric: Metric) -> str:
+    if outcome.accuracy is None:
+        return outcome.kind
+    return f"{metric.name} {show_accuracy(metric.own(outcome.accuracy))}"
+
+
+def _show_trial(record: TrialRecord, metric: Metric) -> str:
     outcome = record.outcome
     numbers = (
         f"{show_bytes(outcome.peak_memory_bytes)}, {show_throughput(outcome.throughput_samples_per_second)}, "
-        f"accuracy {show_accuracy(outcome.accuracy)}"
+        f"{_show_metric(outcome, metric)}"
         if outcome.is_ok
         else f"{outcome.kind}: {outcome.message}"[:160]
     )
@@ -165,12 +174,13 @@ def _candidate(record: TrialRecord) -> Candidate:
 
 def print_margin(console: Console, verification: Verification) -> None:
     """Print the margin beside what the proof could show, and the noise of FP32 against itself where it was run."""
-    provable, noise = verification.provable_margin, verification.noise
-    parts = [f"margin {verification.proof.margin:g}"]
+    provable, noise, margin = verification.provable_margin, verification.noise, verification.margin
+    share = "" if verification.proof.margin is not None else f", {verification.proof.max_lost_share:.0%} of FP32's gain"
+    parts = ["no margin" if margin is None else f"margin {margin:.4g} of {verification.metric.name}{share}"]
     parts += [] if provable is None else [f"the smallest margin this proof could show is {provable:.4f}"]
     parts += [] if noise is None else [f"FP32 against itself differs by {noise:.4f} (standard deviation)"]
     if len(parts) > 1:
-        console.print("; ".join(parts), soft_wrap=True)
+        console.print(escaped("; ".join(parts)), soft_wrap=True)
 
 
 def forecast(plan: SearchPlan, *, num_trials: int | None = None, trial_seconds: float | None = None) -> str:

@@ -155,21 +155,26 @@ def _run(
 def _announce(plan: SearchPlan, console: Console) -> None:
     from autoprec.cli.progress import forecast
     from autoprec.report.escaping import escaped
-    from autoprec.search.arms import BASELINES
+    from autoprec.search.metric import metric_of
 
     settings, proof, parameters = plan.settings, plan.settings.proof, plan.parameters
-    num_baselines = sum(arm.name in BASELINES for arm in plan.arms)
+    num_baselines = sum(arm.is_baseline for arm in plan.arms)
     kind = "measured" if plan.target_is_here else "computed and predicted"
     shape = "the longest training batch"
     if plan.task.target is not None:
         shape = plan.task.target.description or f"batches of {plan.task.target.batch_size}"
     pinned = [decision for decision in plan.decisions if decision.is_pinned]
-    named = plan.task.accuracy_name
+    metric = metric_of(plan.task)
+    margin = (
+        f"at most {proof.max_lost_share:.0%} of what FP32 gains"
+        if proof.margin is None
+        else f"margin {proof.margin:g} of {metric.name}"
+    )
+    direction = "higher" if metric.higher_is_better else "lower"
     lines = [
         f"task      {plan.task.name}, trained here on {', '.join(plan.devices)}"
         + ("" if plan.target_is_here else " with FP16 emulated"),
         f"target    {shape} on {plan.target} ({kind})",
-        *([] if named == "accuracy" else [f"accuracy  stands for the {named}"]),
         f"space     {plan.space.name}: {plan.space.description}; {len(parameters.free_decisions)} decisions, "
         f"{len(pinned)} pinned",
         *(f"pinned    {d.name} to {d.choices[0]}: {'; '.join(d.reasons.values())}" for d in pinned[:10]),
@@ -177,9 +182,17 @@ def _announce(plan: SearchPlan, console: Console) -> None:
         f"starts, then {settings.sampler}; {plan.trial.warmup_steps + plan.trial.measured_steps} steps each"
         + (f", {plan.num_workers} at once" if plan.num_workers > 1 else "")
         + (f", {plan.trial.num_processes} GPUs together" if plan.trial.num_processes > 1 else "")
-        + (f"; none begun after {settings.timeout_seconds:g} s" if settings.timeout_seconds is not None else ""),
-        f"proof     margin {proof.margin:g} of {named}; {proof.looks[0]} to {proof.max_seeds} seeds "
-        f"of {proof.num_steps} steps for each arm",
+        + (
+            f"; {settings.timeout_seconds:g} s in all, the proof included"
+            if settings.timeout_seconds is not None
+            else ""
+        ),
+        "proof     none (--quick)"
+        if settings.is_quick
+        else f"proof     by {metric.name}, {direction} is better: {margin} may be lost; {proof.looks[0]} to "
+        f"{proof.max_seeds} seeds of {proof.num_steps} steps for each arm, up to {proof.max_steps} steps or "
+        f"{proof.max_seconds:g} s while FP32 learns too little",
+        f"against   {plan.present}, which gains are told against (--compare)",
         f"time      {forecast(plan)}",
         f"study     {plan.study_name} in {plan.folder}",
         *(f"note      {note}" for note in plan.notes),
@@ -209,7 +222,11 @@ def _report(result: SearchResult, shares: dict[str, float], *, wall_seconds: flo
                 "provisional": result.choice.provisional,
             },
             "num_trials": sum(not record.is_cached for record in result.records),
-            "margin": result.verification.proof.margin,
+            "verdicts": {name: verdict.kind for name, verdict in result.verification.verdicts.items()},
+            "compared_with": result.plan.present,
+            "metric": result.verification.metric.name,
+            "num_steps": result.verification.num_steps,
+            "margin": result.verification.margin,
             "provable_margin": result.verification.provable_margin,
             "arms": {name: arm.model_dump(mode="json", exclude_none=True) for name, arm in arms.items()},
             "files": files,
@@ -219,7 +236,10 @@ def _report(result: SearchResult, shares: dict[str, float], *, wall_seconds: flo
         print_json(document)
         return
     console = open_console()
-    console.print(comparison_table(arms, title=f"{result.plan.task.name} on {result.plan.target}"))
+    title = f"{result.plan.task.name} on {result.plan.target}"
+    console.print(
+        comparison_table(arms, metric=result.verification.metric.name, reference=result.plan.present, title=title)
+    )
     if result.plan.settings.memory_budget_bytes is not None:
         console.print(front_table(read_front(result.folder / "front.json")))
     print_margin(console, result.verification)

@@ -88,5 +88,8 @@ def _show_policy(path: Path, *, format: str) -> None:
     for line in evidence_lines(found):
         console.print(escaped(line), soft_wrap=True)
     if found.evidence is not None and found.evidence.arms:
-        console.print(comparison_table(found.evidence.arms))
+        verified = found.evidence.verification
+        metric = "accuracy" if verified is None else verified.metric
+        reference = found.evidence.compared_with or "fp32"
+        console.print(comparison_table(found.evidence.arms, metric=metric, reference=reference))
     console.print(unit_tree(found, title=found.model.name if found.model is not None else path.name))

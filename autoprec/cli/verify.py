@@ -27,10 +27,17 @@ def _verify(
     task: TaskOptions,
     policy: Annotated[Path, typer.Argument(help="A policy.json.")],
     margin: Annotated[
-        float | None, option("Accuracy below FP32 that counts as equal; the file's, else 0.05.", "--margin")
+        float | None,
+        option("How much worse than FP32 the metric may be; the file's, else a tenth of what FP32 gains.", "--margin"),
     ] = None,
     max_seeds: Annotated[int, option("Seeds that the proof may use.", "--max-seeds")] = 8,
-    num_steps: Annotated[int, option("Steps of each run.", "--num-steps")] = 40,
+    num_steps: Annotated[int, option("Steps of the shortest runs.", "--num-steps")] = 40,
+    proof_steps: Annotated[
+        int | None, option("Steps up to which runs are doubled while FP32 learns too little; 320.", "--proof-steps")
+    ] = None,
+    proof_time: Annotated[
+        float | None, option("Seconds within which runs may be made longer; 900.", "--proof-time")
+    ] = None,
     autocast: Annotated[bool, option("Run plain autocast beside the policy.", "--autocast/--no-autocast")] = True,
     tolerance: Annotated[
         float, option("How far memory and speed may fall behind what the file promises.", "--tolerance")
@@ -46,6 +53,8 @@ def _verify(
         "margin": margin,
         "max_seeds": max_seeds,
         "num_steps": num_steps,
+        "proof_steps": proof_steps,
+        "proof_time": proof_time,
         "with_autocast": autocast,
         "tolerance": tolerance,
         "trial_timeout": trial_timeout,
@@ -68,6 +77,7 @@ def _prove(path: Path, task: TaskOptions, settings: dict[str, Any], *, to_stderr
     from autoprec.cli.progress import ProofProgress
     from autoprec.policy import load_policy
     from autoprec.search.measuring import open_measure
+    from autoprec.search.metric import metric_of
     from autoprec.search.policy_proof import verify_policy
     from autoprec.trials.pool import default_num_workers
 
@@ -76,7 +86,7 @@ def _prove(path: Path, task: TaskOptions, settings: dict[str, Any], *, to_stderr
     trained = task.build_task(found.training)
     workers = default_num_workers(trained, trial.device)
     with (
-        ProofProgress(open_console(to_stderr=to_stderr, for_progress=True)) as progress,
+        ProofProgress(open_console(to_stderr=to_stderr, for_progress=True), metric_of(trained)) as progress,
         open_measure(trained, timeout_seconds=settings.pop("trial_timeout"), num_workers=workers) as measure,
     ):
         where: dict[str, Any] = {"device": trial.device, "gpu": trial.gpu, "seed": trial.seed}
@@ -95,7 +105,9 @@ def _report(proof: PolicyProof, *, format: str, written: str | None) -> None:
             "sentence": proof.sentence,
             "policy": proof.name,
             "target": proof.target,
-            "margin": proof.verification.proof.margin,
+            "metric": proof.verification.metric.name,
+            "num_steps": proof.verification.num_steps,
+            "margin": proof.verification.margin,
             "provable_margin": proof.verification.provable_margin,
             "noise": proof.verification.noise,
             "arms": {name: arm.model_dump(mode="json", exclude_none=True) for name, arm in proof.arms.items()},
@@ -114,7 +126,8 @@ def _report(proof: PolicyProof, *, format: str, written: str | None) -> None:
         print_json(document)
         return
     console = open_console()
-    console.print(comparison_table(proof.arms, title=f"{proof.task_name} on {proof.target}"))
+    metric, title = proof.verification.metric.name, f"{proof.task_name} on {proof.target}"
+    console.print(comparison_table(proof.arms, metric=metric, title=title))
     print_margin(console, proof.verification)
     for line in gate_lines(proof.gate):
         console.print(escaped(line), soft_wrap=True)

@@ -175,12 +175,27 @@ class UnitEvidence(FrozenModel):
 class VerificationEvidence(FrozenModel):
     """What the proof did: paired runs on unused seeds against FP32. Margins are in units of the metric.
 
-    `noise` is the standard deviation of the metric between FP32 and itself from weights moved by a rounding error.
+    Attributes:
+        margin: how much worse than FP32 the metric may be; None where FP32's gain, which it is a share of, is unknown.
+        max_lost_share: the share of FP32's gain over its start weights that `margin` is; None for an absolute margin.
+        metric, metric_direction: the metric's own name, and "maximize" or "minimize": accuracies in the evidence have
+            its own sign.
+        start_accuracy, gain: the metric at FP32's start weights, and what it gained, larger is better, with the
+            one-sided bound `gain_low`.
+        sensitive: whether that gain is shown to be large enough for the margin; an insensitive proof proves nothing.
+        noise: standard deviation of the metric between FP32 and itself from weights moved by a rounding error.
     """
 
     num_seeds: int = Field(ge=0)
     num_steps: int = Field(ge=0)
-    margin: float
+    margin: float | None = None
+    max_lost_share: float | None = None
+    metric: str = Field(default="accuracy", max_length=200)
+    metric_direction: Literal["maximize", "minimize"] = "maximize"
+    start_accuracy: float | None = None
+    gain: float | None = None
+    gain_low: float | None = None
+    sensitive: bool | None = None
     provable_margin: float | None = None
     loss_margin: float | None = None
     noise: float | None = None
@@ -188,9 +203,13 @@ class VerificationEvidence(FrozenModel):
 
 
 class Evidence(FrozenModel):
-    """What stands behind a policy; `arm` names the one among `arms` that is this policy."""
+    """What stands behind a policy.
+
+    `arm` names the one among `arms` that is this policy, `compared_with` the one that its user ran before.
+    """
 
     arm: str = Field(default="", max_length=500)
+    compared_with: str = Field(default="", max_length=500)
     arms: dict[str, ArmEvidence] = Field(default_factory=dict)
     units: dict[str, UnitEvidence] = Field(default_factory=dict)
     verification: VerificationEvidence | None = None
@@ -212,7 +231,7 @@ class Provenance(FrozenModel):
 
 
 class Recommendation(FrozenModel):
-    choice: Literal["policy", "autocast", "fp32", "inconclusive"]
+    choice: Literal["policy", "autocast", "fp32", "inconclusive", "unproved"]
     sentence: str = Field(max_length=2_000)
     provisional: bool = False
     prefer: Literal["balanced", "fastest", "smallest"] = "balanced"

@@ -101,7 +101,7 @@ def _study_note(search: SavedSearch) -> str:
         f"| {_number(m, 'accuracy')} | {_verdict(m)} |"
         for m in front.front
     ]
-    header = "| policy | peak memory | throughput | accuracy | proof |\n| --- | --- | --- | --- | --- |"
+    header = "| policy | peak memory | throughput | accuracy (proof) | proof |\n| --- | --- | --- | --- | --- |"
     return "\n".join(
         [f"## {as_text(front.task)} on {as_text(front.target)}", "", as_text(front.sentence), "", header, *rows]
     )

@@ -22,8 +22,8 @@ def front_table(front: Front, *, chosen: str | None = None) -> Table:
     budget = front.memory_budget_bytes
     tokens = ["tokens"] if counts_tokens else []
     largest = [] if budget is None else [f"largest batch in {show_bytes(Number(value=budget, kind='computed'))}"]
-    for name in ("peak memory", "throughput", *tokens, "accuracy", "proof", *largest, "picks"):
-        table.add_column(name, justify="right")
+    for name in ("peak memory", "throughput", *tokens, f"{front.metric.name} (proof)", "proof", *largest, "picks"):
+        table.add_column(escaped(name), justify="right")
     for member in front.front:
         picks = [prefer for prefer, name in front.picks.items() if name == member.name]
         if member.name == (chosen or front.recommended):

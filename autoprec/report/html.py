@@ -111,8 +111,8 @@ def _front_figures(search: SavedSearch) -> Iterator[ReportFigure]:
         "proof",
         "Difference to FP32, arm by arm",
         f"Mean over paired seeds that no trial used, {proof.num_steps} steps each; bars are one-sided bounds at the "
-        "level at which the arm could be proved. It is proved where its bar ends right of the margin "
-        f"-{proof.margin:g}.",
+        "level at which the arm could be proved. The margin drawn is that of FP32's mean gain; the verdict pairs it by "
+        "seed.",
         front.proof_differences(search),
         "No arm was compared with FP32 in a proof.",
     )

@@ -14,38 +14,55 @@ from autoprec.search.gate import Gate
 
 __all__ = ["comparison_table", "difference_table", "unit_tree", "evidence_lines", "gate_lines"]
 
-ROWS: tuple[tuple[str, str, str, Callable[[Number | None], str]], ...] = (
+ROWS: tuple[tuple[str, str, str | None, Callable[[Number | None], str]], ...] = (
     ("peak memory", "peak_memory_bytes", "memory_ratio", show_bytes),
     ("throughput", "throughput_samples_per_second", "throughput_ratio", show_throughput),
     ("tokens", "throughput_tokens_per_second", "throughput_ratio", show_throughput),
-    ("accuracy (proof)", "accuracy", "", show_accuracy),
+    ("accuracy", "accuracy", None, show_accuracy),
 )
-"""Label, field, the field of its ratio where the evidence has one, how it is shown."""
+"""Label, field, the field of its ratio to FP32 (None: a ratio would mislead), how it is shown."""
 OPTIONAL = ("throughput_tokens_per_second",)
 """Fields whose row is left out where no arm has them."""
 
 
-def comparison_table(arms: Mapping[str, ArmEvidence], *, reference: str = "fp32", title: str | None = None) -> Table:
-    """Return one column an arm; each number with its ratio to the reference and its kind."""
-    table = Table(title=None if title is None else escaped(title), title_justify="left")
+def comparison_table(
+    arms: Mapping[str, ArmEvidence], *, metric: str = "accuracy", reference: str = "fp32", title: str | None = None
+) -> Table:
+    """Return one column an arm; each number with its ratio to the reference and its kind.
+
+    Accuracies are those of the proof alone, under the metric's own name. A reference that is no arm is FP32.
+    """
+    base_name = reference if reference in arms else "fp32"
+    told = f"ratios are to {base_name}" if base_name in arms else ""
+    heading = " ".join(filter(None, ["" if title is None else title, f"({told})" if told else ""]))
+    table = Table(title=escaped(heading) if heading else None, title_justify="left")
     table.add_column("")
     for name in arms:
         table.add_column(escaped(name), justify="right")
-    base = arms.get(reference)
+    base = arms.get(base_name)
     for label, field, ratio_field, show in ROWS:
         if field in OPTIONAL and all(getattr(evidence, field) is None for evidence in arms.values()):
             continue
         cells = []
         for evidence in arms.values():
             number: Number | None = getattr(evidence, field)
-            ratio = show_ratio_number(getattr(evidence, ratio_field, None)) or show_ratio(
-                number, None if base is None else getattr(base, field)
-            )
+            ratio = "" if ratio_field is None else _ratio(evidence, base, field, ratio_field)
             kind = "" if number is None else number.kind
             cells.append("\n".join(part for part in (f"{show(number)} {ratio}".strip(), kind) if part))
-        table.add_row(label, *cells)
+        table.add_row(f"{escaped(metric)} (proof)" if field == "accuracy" else label, *cells)
     table.add_row("proof", *(escaped(evidence.note.partition(":")[0]) for evidence in arms.values()))
     return table
+
+
+def _ratio(evidence: ArmEvidence, base: ArmEvidence | None, field: str, ratio_field: str) -> str:
+    """Show a number over the base's: by the ratios that were measured in pairs with FP32, where both have one."""
+    own: Number | None = getattr(evidence, ratio_field)
+    others: Number | None = None if base is None else getattr(base, ratio_field)
+    if own is not None and others is None and base is not evidence:
+        return show_ratio_number(own)  # the base is FP32 itself
+    if own is not None and others is not None and own.kind == others.kind:
+        return f"{own.value / others.value:.2f}x"
+    return show_ratio(getattr(evidence, field), None if base is None else getattr(base, field))
 
 
 def unit_tree(policy: Policy, *, title: str) -> Tree:
@@ -146,7 +163,15 @@ def evidence_lines(policy: Policy) -> list[str]:
     if policy.evidence is not None and policy.evidence.verification is not None:
         proof = policy.evidence.verification
         provable = "" if proof.provable_margin is None else f", smallest provable margin {proof.provable_margin:.3f}"
-        lines.append(f"proof: {proof.num_seeds} seeds of {proof.num_steps} steps, margin {proof.margin:g}{provable}")
+        share = "" if proof.max_lost_share is None else f" ({proof.max_lost_share:.0%} of what FP32 gained)"
+        margin = "no margin" if proof.margin is None else f"margin {proof.margin:.4g} of {proof.metric}{share}"
+        lines.append(f"proof: {proof.num_seeds} seeds of {proof.num_steps} steps, {margin}{provable}")
+        if proof.gain is not None and proof.gain_low is not None and proof.start_accuracy is not None:
+            shown = "enough for the margin" if proof.sensitive else "too little for the margin: nothing is proved"
+            lines.append(
+                f"FP32 itself: {proof.metric} {proof.start_accuracy:.4g} at the start weights, then better by "
+                f"{proof.gain:.4g} (at least {proof.gain_low:.4g}): {shown}"
+            )
     return lines
 
 

@@ -10,7 +10,18 @@ from autoprec.search.decision import Decision
 from autoprec.search.parameters import AMSGRAD, AUTOCAST_DTYPE, EPS, Parameters, ParameterValue
 from autoprec.search.space import matches_any
 
-__all__ = ["Arm", "FP32", "AUTOCAST_FP16", "AUTOCAST_BF16", "BASELINES", "baselines", "warm_starts"]
+__all__ = [
+    "AUTOCAST_BF16",
+    "AUTOCAST_FP16",
+    "Arm",
+    "BASELINES",
+    "FP32",
+    "PRESENT_POLICY",
+    "baselines",
+    "is_stock",
+    "scaled_autocast",
+    "warm_starts",
+]
 
 FP32 = "fp32"
 AUTOCAST_FP16 = "autocast fp16"
@@ -20,6 +31,9 @@ BASELINES: Mapping[str, Policy] = {
     AUTOCAST_FP16: Policy(default="autocast", dtype="fp16"),
     AUTOCAST_BF16: Policy(default="autocast", dtype="bf16"),
 }
+PRESENT_POLICY = "present policy"
+"""Begins the name of the arm of a policy file that the user runs today (`--compare FILE`)."""
+SCALED = f"{AUTOCAST_FP16}, init_scale "
 
 NORMS = ("*Norm*",)
 DEEP_END_START = 0.45
@@ -46,7 +60,26 @@ class Arm:
 
     @property
     def is_baseline(self) -> bool:
-        return self.name in BASELINES
+        """Whether it runs in every search, whatever the number of trials."""
+        return is_stock(self.name)
+
+
+def is_stock(name: str) -> bool:
+    """Whether an arm is what one has without a search: FP32, autocast with whatever grad scaler, or what runs today."""
+    return name in BASELINES or name.startswith(PRESENT_POLICY) or name.startswith(SCALED)
+
+
+def scaled_autocast(parameters: Parameters, scaler: Mapping[str, ParameterValue]) -> list[Arm]:
+    """Return stock autocast FP16 with the grad scaler that a profile chose; nothing where that is torch's default.
+
+    It costs no memory and no time, and is what the search of a scaler is for before all else.
+    """
+    values = parameters.values(lambda decision: "autocast", scaler)
+    chosen = parameters.policy(values).grad_scaler
+    if chosen is None:
+        return []
+    policy = BASELINES[AUTOCAST_FP16].replace(grad_scaler=chosen)
+    return [Arm(f"{SCALED}{chosen.init_scale:g}", values, policy)]
 
 
 def baselines(parameters: Parameters, *, native_bf16: bool) -> list[Arm]:

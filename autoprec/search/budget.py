@@ -10,7 +10,7 @@ from optuna.study import Study
 from autoprec.estimates import StepEstimate, largest_batch
 from autoprec.policy import Number, Policy
 from autoprec.search.front import LargestBatch
-from autoprec.search.recommendation import Candidate
+from autoprec.search.worth import Candidate
 from autoprec.tasks.protocol import Task
 from autoprec.trials.isolation import isolated
 from autoprec.trials.outcome import TrialSettings

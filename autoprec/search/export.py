@@ -20,11 +20,14 @@ from autoprec.policy import (
 )
 from autoprec.search.arms import FP32
 from autoprec.search.fingerprint import Identity, versions
+from autoprec.search.judging import Verdict
+from autoprec.search.metric import Metric
 from autoprec.search.plan import SearchPlan
 from autoprec.search.profile_prior import Lessons, unit_figures
-from autoprec.search.recommendation import Candidate, Choice
+from autoprec.search.recommendation import Choice
 from autoprec.search.statistics import interval
 from autoprec.search.verification import Verification
+from autoprec.search.worth import Candidate
 from autoprec.tasks.options import training_options
 from autoprec.trials.outcome import Outcome, TrialSettings
 
@@ -53,6 +56,7 @@ def exported_policy(
         recommendation=_recommendation(choice),
         evidence=Evidence(
             arm=choice.name,
+            compared_with=plan.present,
             arms=arm_evidence(candidates, verification),
             units=_unit_evidence(plan, choice, lessons or Lessons()),
             verification=verification_evidence(verification),
@@ -96,10 +100,19 @@ def _recommendation(choice: Choice) -> Recommendation:
 
 
 def verification_evidence(verification: Verification) -> VerificationEvidence:
+    metric, learned, proof = verification.metric, verification.learned, verification.proof
+    gain = None if learned is None else learned.metric
     return VerificationEvidence(
         num_seeds=verification.num_seeds,
-        num_steps=verification.proof.num_steps,
-        margin=verification.proof.margin,
+        num_steps=verification.num_steps,
+        margin=verification.margin,
+        max_lost_share=None if proof.margin is not None else proof.max_lost_share,
+        metric=metric.name[:200],
+        metric_direction="maximize" if metric.higher_is_better else "minimize",
+        start_accuracy=None if gain is None else gain.start * (1 if metric.higher_is_better else -1),
+        gain=None if gain is None else gain.interval.mean,
+        gain_low=None if gain is None else gain.interval.low,
+        sensitive=None if learned is None else learned.is_shown,
         provable_margin=verification.provable_margin,
         loss_margin=verification.proof.loss_margin,
         noise=verification.noise,
@@ -108,13 +121,16 @@ def verification_evidence(verification: Verification) -> VerificationEvidence:
 
 
 def arm_evidence(candidates: Sequence[Candidate], verification: Verification) -> dict[str, ArmEvidence]:
-    """Return each arm's memory and throughput from its trial, accuracy and loss as means over the proof's seeds."""
+    """Return each arm's memory and throughput from its trial, accuracy and loss as means over the proof's seeds.
+
+    Never the accuracy of a trial: beside those of the proof it would compare two experiments.
+    """
     reference = next(c for c in candidates if c.name == FP32)
     return {c.name: _evidence(c, reference, verification) for c in candidates}
 
 
 def _evidence(candidate: Candidate, reference: Candidate, verification: Verification) -> ArmEvidence:
-    means = proof_means(verification.outcomes.get(candidate.name, {}))
+    means = proof_means(verification.outcomes.get(candidate.name, {}), verification.metric)
     verdict = verification.verdicts.get(candidate.name)
     ratios = candidate.ratios(reference)
     return ArmEvidence(
@@ -125,13 +141,20 @@ def _evidence(candidate: Candidate, reference: Candidate, verification: Verifica
         throughput_ratio=ratios.throughput,
         accuracy=means.get("accuracy"),
         eval_loss=means.get("eval_loss"),
-        note="not verified" if verdict is None else f"{verdict.kind}: {verdict.reason}"[:2_000],
+        note=_note(candidate, verdict)[:2_000],
     )
 
 
-def proof_means(runs: Mapping[int, Outcome]) -> dict[str, Number]:
-    """Return accuracy and loss over the seeds of a proof, those that every run gave."""
-    means = {name: _mean([getattr(run, name) for run in runs.values()]) for name in ("accuracy", "eval_loss")}
+def _note(candidate: Candidate, verdict: Verdict | None) -> str:
+    if not candidate.outcome.is_ok:
+        return f"{candidate.outcome.kind}: {candidate.outcome.message}"
+    return "not verified" if verdict is None else f"{verdict.kind}: {verdict.reason}"
+
+
+def proof_means(runs: Mapping[int, Outcome], metric: Metric) -> dict[str, Number]:
+    """Return the metric, under its own sign, and the loss over the seeds of a proof: those that every run gave."""
+    accuracy, loss = (_mean([getattr(run, name) for run in runs.values()]) for name in ("accuracy", "eval_loss"))
+    means = {"accuracy": None if accuracy is None else metric.own(accuracy), "eval_loss": loss}
     return {name: mean for name, mean in means.items() if mean is not None}
 
 

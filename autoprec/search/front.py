@@ -12,20 +12,24 @@ from autoprec.errors import PolicyError, UsageError
 from autoprec.policy import Number, Policy
 from autoprec.policy.evidence import FrozenModel
 from autoprec.policy.strict_json import MAX_FILE_BYTES, parse_strict_json
-from autoprec.search.arms import FP32
+from autoprec.search.arms import AUTOCAST_BF16, FP32
 from autoprec.search.judging import Verdict, VerdictKind
+from autoprec.search.metric import Metric
 from autoprec.search.proof import Proof
 from autoprec.search.ratios import Ratios
-from autoprec.search.recommendation import PREFERENCES, Candidate, Choice, Prefer, choose
+from autoprec.search.recommendation import Choice, choose
 from autoprec.search.scoring import OBJECTIVES
+from autoprec.search.sensitivity import Gain, Sensitivity
 from autoprec.search.statistics import Interval
 from autoprec.search.verification import Verification
+from autoprec.search.worth import PREFERENCES, Candidate, Prefer, Worth
 from autoprec.trials.outcome import EndKind, Outcome
 
 __all__ = ["Front", "LargestBatch", "Member", "build_front", "read_front"]
 
-NUMBERS = (*OBJECTIVES, "throughput_tokens_per_second", "eval_loss")
-"""What a member's numbers may hold; tokens a second where the task counts tokens."""
+OF_TRIAL = ("peak_memory_bytes", "throughput_samples_per_second", "throughput_tokens_per_second")
+NUMBERS = (*OF_TRIAL, "accuracy", "eval_loss")
+"""What a member's numbers may hold: of its trial (tokens a second where the task counts them), then of the proof."""
 
 
 class PairedDifference(FrozenModel):
@@ -43,6 +47,8 @@ class MemberProof(FrozenModel):
     reason: str = ""
     accuracy_difference: PairedDifference | None = None
     loss_excess: PairedDifference | None = None
+    margin: float | None = None
+    skip_rate: float = 0.0
 
 
 class LargestBatch(FrozenModel):
@@ -58,7 +64,9 @@ class LargestBatch(FrozenModel):
 
 
 class Member(FrozenModel):
-    """One policy with its numbers: of the trial, accuracy and loss of the proof where it had one.
+    """One policy with its numbers: memory and throughput of the trial, accuracy and loss of the proof.
+
+    What a short trial said of accuracy stands in `trial_accuracy` alone: it is another experiment.
 
     `ratios` are memory and throughput over FP32's, with an interval where they were measured in pairs.
     """
@@ -69,18 +77,30 @@ class Member(FrozenModel):
     outcome: EndKind = "ok"
     numbers: dict[str, Number] = Field(default_factory=dict)
     ratios: dict[str, Number] = Field(default_factory=dict)
+    trial_accuracy: Number | None = None
+    launch_share: float | None = None
     proof: MemberProof | None = None
     largest_batch: LargestBatch | None = None
     policy: Policy
 
 
 class FrontProof(FrozenModel):
-    """How the proof was made, and its noise."""
+    """How the proof was made, what FP32 learned in it, and its noise.
 
-    margin: float
+    `margin` is absolute, in units of the metric; None where it is `max_lost_share` of what FP32 gained.
+    """
+
+    margin: float | None = None
+    max_lost_share: float = 0.1
     loss_margin: float
     looks: list[int]
     num_steps: int
+    metric: str = "accuracy"
+    higher_is_better: bool = True
+    learned: PairedDifference | None = None
+    start: float = 0.0
+    is_sensitive: bool | None = None
+    num_steps_needed: int | None = None
     alpha: float
     arm_share: float = 1.0
     num_seeds: int
@@ -97,6 +117,11 @@ class Front(FrozenModel):
     objectives: dict[str, str]
     target: str
     target_is_here: bool
+    target_memory_bytes: float | None = None
+    min_gain: float = 0.03
+    min_gain_with_scaler: float = 0.05
+    present: str = AUTOCAST_BF16
+    is_quick: bool = False
     recommended: str
     sentence: str
     prefer: Prefer
@@ -116,12 +141,29 @@ class Front(FrozenModel):
             prefer=prefer,
             target=self.target,
             target_is_here=self.target_is_here,
+            worth=Worth(
+                min_gain=self.min_gain,
+                min_gain_with_scaler=self.min_gain_with_scaler,
+                capacity_bytes=self.target_memory_bytes,
+                present=self.present,
+            ),
             memory_budget_bytes=memory_budget_bytes,
+            is_quick=self.is_quick,
         )
+
+    @property
+    def margin(self) -> float | None:
+        """How much worse than FP32 the metric may be, in its units; None where FP32's gain is not known."""
+        return self._verification().margin
+
+    @property
+    def metric(self) -> Metric:
+        return Metric(self.proof.metric, self.proof.higher_is_better)
 
     def _verification(self) -> Verification:
         proof = Proof(
             margin=self.proof.margin,
+            max_lost_share=self.proof.max_lost_share,
             looks=tuple(self.proof.looks),
             num_steps=self.proof.num_steps,
             alpha=self.proof.alpha,
@@ -129,7 +171,16 @@ class Front(FrozenModel):
             loss_margin=self.proof.loss_margin,
         )
         verdicts = {member.name: _verdict(member.proof) for member in self.front if member.proof is not None}
-        return Verification(proof, verdicts, noise=self.proof.noise)
+        return Verification(proof, verdicts, noise=self.proof.noise, metric=self.metric, history=self._history())
+
+    def _history(self) -> list[Sensitivity]:
+        found, learned = self.proof, _read(self.proof.learned)
+        if learned is None:
+            return []
+        share = found.max_lost_share * max(0.0, learned.mean)
+        margin = share if found.margin is None else found.margin
+        gain = Gain(learned, found.start, margin, bool(found.is_sensitive))
+        return [Sensitivity(found.num_steps, gain, steps_needed=found.num_steps_needed)]
 
 
 def build_front(
@@ -144,6 +195,8 @@ def build_front(
     trials: Mapping[str, int],
     on_front: frozenset[str],
     means: Mapping[str, Mapping[str, Number]],
+    worth: Worth,
+    is_quick: bool = False,
     memory_budget_bytes: float | None = None,
     largest: Mapping[str, LargestBatch] | None = None,
 ) -> Front:
@@ -153,13 +206,23 @@ def build_front(
         candidates: the arms of the proof, then what else is on the front; FP32 first.
         trials: name -> number of the trial.
         on_front: names of the policies that no other beats.
-        means: name -> accuracy and loss over the seeds of the proof.
+        means: name -> accuracy and loss over the seeds of the proof, the former under the metric's own sign.
+        worth, is_quick: as `choose` was given them.
         largest: name -> the largest batch in the budget, where there is one.
     """
     reference = next(c for c in candidates if c.name == FP32)
-    proof = verification.proof
+    proof, learned = verification.proof, verification.learned
+    gain = None if learned is None else learned.metric
     picks = {
-        prefer: choose(candidates, verification, prefer=prefer, target=target, target_is_here=target_is_here)
+        prefer: choose(
+            candidates,
+            verification,
+            prefer=prefer,
+            target=target,
+            target_is_here=target_is_here,
+            worth=worth,
+            is_quick=is_quick,
+        )
         for prefer in PREFERENCES
     }
     return Front(
@@ -168,6 +231,11 @@ def build_front(
         objectives=dict(OBJECTIVES),
         target=target,
         target_is_here=target_is_here,
+        target_memory_bytes=worth.capacity_bytes,
+        min_gain=worth.min_gain,
+        min_gain_with_scaler=worth.min_gain_with_scaler,
+        present=worth.present,
+        is_quick=is_quick,
         recommended=choice.name,
         sentence=choice.sentence,
         prefer=choice.prefer,
@@ -175,9 +243,16 @@ def build_front(
         memory_budget_bytes=memory_budget_bytes,
         proof=FrontProof(
             margin=proof.margin,
+            max_lost_share=proof.max_lost_share,
             loss_margin=proof.loss_margin,
             looks=list(proof.looks),
-            num_steps=proof.num_steps,
+            num_steps=verification.num_steps,
+            metric=verification.metric.name,
+            higher_is_better=verification.metric.higher_is_better,
+            learned=None if gain is None else _written(gain.interval),
+            start=0.0 if gain is None else gain.start,
+            is_sensitive=None if learned is None else learned.is_shown,
+            num_steps_needed=verification.num_steps_needed,
             alpha=proof.alpha,
             arm_share=proof.arm_share,
             num_seeds=verification.num_seeds,
@@ -192,6 +267,8 @@ def build_front(
                 outcome=c.outcome.kind,
                 numbers=_numbers(c.outcome) | dict(means.get(c.name, {})),
                 ratios=_named(c.ratios(reference)),
+                trial_accuracy=_trial_accuracy(c, trials, verification.metric),
+                launch_share=c.outcome.launch_share,
                 proof=_member_proof(verification.verdicts.get(c.name)),
                 largest_batch=None if largest is None else largest.get(c.name),
                 policy=c.policy,
@@ -226,8 +303,13 @@ def read_front(path: Path) -> Front:
 
 
 def _numbers(outcome: Outcome) -> dict[str, Number]:
-    found: dict[str, Number | None] = {name: getattr(outcome, name) for name in NUMBERS}
+    found: dict[str, Number | None] = {name: getattr(outcome, name) for name in OF_TRIAL}
     return {name: number for name, number in found.items() if number is not None}
+
+
+def _trial_accuracy(candidate: Candidate, trials: Mapping[str, int], metric: Metric) -> Number | None:
+    found = candidate.outcome.accuracy
+    return None if found is None or candidate.name not in trials else metric.own(found)
 
 
 def _named(ratios: Ratios) -> dict[str, Number]:
@@ -243,6 +325,8 @@ def _member_proof(verdict: Verdict | None) -> MemberProof | None:
         reason=verdict.reason,
         accuracy_difference=_written(verdict.difference),
         loss_excess=_written(verdict.loss_excess),
+        margin=verdict.margin,
+        skip_rate=verdict.skip_rate,
     )
 
 
@@ -257,10 +341,12 @@ def _read(found: PairedDifference | None) -> Interval | None:
 
 
 def _verdict(proof: MemberProof) -> Verdict:
-    return Verdict(proof.verdict, _read(proof.accuracy_difference), proof.reason, _read(proof.loss_excess))
+    difference, excess = _read(proof.accuracy_difference), _read(proof.loss_excess)
+    return Verdict(proof.verdict, difference, proof.reason, excess, proof.margin, proof.skip_rate)
 
 
 def _candidate(member: Member) -> Candidate:
-    fields: dict[str, Any] = {name: number for name, number in member.numbers.items() if name in NUMBERS}
+    fields: dict[str, Any] = {name: number for name, number in member.numbers.items() if name in OF_TRIAL}
+    fields["launch_share"] = member.launch_share
     ratios = Ratios(member.ratios.get("peak_memory_bytes"), member.ratios.get("throughput_samples_per_second"))
     return Candidate(member.name, member.policy, member.name, Outcome(kind=member.outcome, **fields), ratios)

@@ -79,12 +79,13 @@ def compare_with_promise(
     reason = _not_comparable(promised.accuracy, found.accuracy)
     if reason is None and (proof is None or proof.num_steps != num_steps):
         reason = "the file's runs had another number of steps"
-    if reason is not None or proof is None or promised.accuracy is None or found.accuracy is None:
+    margin = None if proof is None else proof.margin
+    reason = "the file records no margin" if reason is None and margin is None else reason
+    if reason is not None or proof is None or margin is None or promised.accuracy is None or found.accuracy is None:
         notes.append(f"accuracy: {reason}")
     else:
-        highest = found.accuracy.value if found.accuracy.high is None else found.accuracy.high
-        behind = highest < promised.accuracy.value - proof.margin
-        comparisons.append(Comparison("accuracy", promised.accuracy, found.accuracy, f"{proof.margin:g}", behind))
+        behind = _accuracy_behind(promised.accuracy, found.accuracy, margin, proof.metric_direction == "maximize")
+        comparisons.append(Comparison("accuracy", promised.accuracy, found.accuracy, f"{margin:.3g}", behind))
     return Gate(tuple(comparisons), tuple(notes))
 
 
@@ -111,6 +112,13 @@ def _not_comparable(before: Number | None, now: Number | None) -> str | None:
     if before.kind != now.kind:
         return f"the file's is {before.kind}, this one {now.kind}: not compared"
     return None
+
+
+def _accuracy_behind(before: Number, now: Number, margin: float, higher_is_better: bool) -> bool:
+    """Whether the whole interval of the metric is worse than what was promised by more than the margin."""
+    if higher_is_better:
+        return (now.value if now.high is None else now.high) < before.value - margin
+    return (now.value if now.low is None else now.low) > before.value + margin
 
 
 def _is_behind(before: Number, now: Number, tolerance: float, more_is_better: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from autoprec.errors import PrecisionWarning, UsageError
 from autoprec.estimates.gpus import gpu_by_name
 from autoprec.policy import Policy, Recommendation, load_policy, remove_unfinished, write_atomically
 from autoprec.search.anchors import drifted_workers
-from autoprec.search.arms import FP32
+from autoprec.search.arms import FP32, scaled_autocast
 from autoprec.search.budget import largest_batches
 from autoprec.search.events import Events
 from autoprec.search.export import exported_policy, proof_means
@@ -26,12 +27,13 @@ from autoprec.search.locks import in_turn
 from autoprec.search.lookahead import Measure
 from autoprec.search.loss_test import lowers_loss
 from autoprec.search.measuring import open_measure
+from autoprec.search.metric import metric_of
 from autoprec.search.parameters import AMSGRAD, AUTOCAST_DTYPE, EPS
 from autoprec.search.plan import MAX_FINALISTS, SearchPlan, SearchSettings, prepare_search, resolve_device
 from autoprec.search.presence import Presence, Role
 from autoprec.search.profiling import Lessons, learn
-from autoprec.search.proof import build_proof, proof_steps
-from autoprec.search.recommendation import PREFERENCES, Candidate, Choice, Prefer, choose, order_of, rank
+from autoprec.search.proof import build_proof
+from autoprec.search.recommendation import Choice, choose, order_of
 from autoprec.search.revert import give_back, savings
 from autoprec.search.runner import run_trials
 from autoprec.search.samplers import build_sampler, quiet_optuna
@@ -41,14 +43,14 @@ from autoprec.search.sharing import require_one_machine, set_total
 from autoprec.search.storage import opened_alone, sqlite_url
 from autoprec.search.study import SearchStudy, TrialRecord, load_or_create, open_study
 from autoprec.search.verification import RunStore, Verification, verify
-from autoprec.tasks.batches import count_samples, open_batches
+from autoprec.search.worth import PREFERENCES, Candidate, Prefer, Worth, in_order
 from autoprec.tasks.protocol import Task
 from autoprec.tasks.source import resolve_task
 from autoprec.trials.isolation import isolated
 from autoprec.trials.outcome import TrialSettings
 from autoprec.trials.target import TargetFigures, estimate_figures
 
-__all__ = ["SearchResult", "metric_resolution", "open_search", "run_search", "search_policy", "with_ratios"]
+__all__ = ["SearchResult", "open_search", "run_search", "search_policy", "with_lessons", "with_ratios"]
 
 SAVINGS_PREFIX = "autoprec:savings:"
 MAX_ROUNDS = 3
@@ -60,7 +62,7 @@ PREFERENCE_WEIGHTS: Mapping[str, tuple[float, float, float]] = {
     "smallest": (1.0, 0.1, 0.0),
 }
 """Weights of memory, time and accuracy in what the policy sampler looks for; accuracy is its constraint. Where time is
-only predicted, every preference goes by memory, as the recommendation does."""
+only predicted, the sampler goes by memory, which is exact; the recommendation weighs both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,7 @@ class SearchResult:
 
     @property
     def is_conclusive(self) -> bool:
-        return self.choice.kind != "inconclusive"
+        return self.choice.kind not in ("inconclusive", "unproved")
 
 
 def search_policy(
@@ -107,6 +109,8 @@ def search_policy(
     seed: int = 0,
     margin: float | None = None,
     max_seeds: int | None = None,
+    proof_steps: int | None = None,
+    proof_time: float | None = None,
     gpus_per_trial: int = 1,
     steps: int | None = None,
     trial_timeout: float | None = 900.0,
@@ -126,8 +130,11 @@ def search_policy(
         device: where trials train; None takes CUDA where there is one.
         gpu: the target of computed and predicted numbers where the device is a CPU.
         seed: start weights, batch order and samples.
-        margin: how much worse than FP32 the metric may be, in its own units; None takes the default of a proof.
+        margin: how much worse than FP32 the metric may be, in its own units; None: a tenth of what FP32 gains.
         max_seeds: seeds that the proof may use; None takes the default.
+        proof_steps: steps of the longest runs of the proof: they are doubled where FP32 learns too little; None takes
+            the default.
+        proof_time: seconds within which runs are made longer; None takes the default.
         gpus_per_trial: processes that train one model together, a GPU each.
         steps: optimizer steps of a trial, its warm-up included; None takes the default of `TrialSettings`.
         trial_timeout: seconds after which a trial is ended, where it runs in a process of its own.
@@ -141,7 +148,9 @@ def search_policy(
     trial = TrialSettings(
         seed=seed, device=resolve_device(device), gpu=gpu_by_name(gpu).name, num_processes=gpus_per_trial
     ).with_steps(steps)
-    wanted = {"proof": build_proof(margin, max_seeds, num_steps=proof_steps(trial)), **settings}
+    num_steps = trial.warmup_steps + trial.measured_steps
+    proof = build_proof(margin, max_seeds, max_steps=proof_steps, max_seconds=proof_time, trial_steps=num_steps)
+    wanted = {"proof": proof, **settings}
     plan = prepare_search(resolve_task(task), trial=trial, settings=SearchSettings(**wanted))
     for note in plan.notes:
         if events is None:
@@ -163,6 +172,8 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
     """
     events = events or Events()
     quiet_optuna()
+    seconds = plan.settings.timeout_seconds
+    deadline = None if seconds is None else time.monotonic() + seconds
     plan.folder.mkdir(parents=True, exist_ok=True)
     url = plan.settings.storage or sqlite_url(plan.folder / "study.db")
     with (
@@ -173,13 +184,14 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
         remove_unfinished(plan.folder)
         set_total(presence.study, plan.settings.n_trials)
         lessons = learn(plan, measure, events, presence)
+        plan = with_lessons(plan, lessons)
         study = open_search(plan, storage, lessons, presence)
         with study.turn():
             num_failed = study.reap()
         if num_failed:
             events.note(f"{num_failed} trial(s) of a search that was stopped are marked as failed")
         events.resumed(study.records)
-        verification = Verification(plan.settings.proof)
+        verification = Verification(plan.settings.proof, metric=metric_of(plan.task))
         try:
             run_trials(
                 study,
@@ -188,11 +200,13 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
                 n_trials=plan.settings.n_trials,
                 settings=plan.trial,
                 events=events,
-                timeout_seconds=plan.settings.timeout_seconds,
+                timeout_seconds=None if deadline is None else _trials_end(plan, deadline - time.monotonic()),
             )
             for told in drifted_workers(study.records):
                 events.note(told)
-            candidates, verification = _prove(plan, study, measure, events)
+            candidates = candidates_of(study, plan)
+            if not plan.settings.is_quick:
+                candidates, verification = _prove(plan, study, measure, events, deadline)
         except KeyboardInterrupt:
             if study.fp32 is not None:
                 _finish(plan, study, candidates_of(study, plan), verification, lessons)
@@ -244,6 +258,19 @@ def open_search(
     )
 
 
+def with_lessons(plan: SearchPlan, lessons: Lessons) -> SearchPlan:
+    """Return the plan with the arm that the profile calls for: stock autocast FP16 under the scaler that it chose."""
+    scaled = scaled_autocast(plan.parameters, {n: v for n, v in lessons.fixed.items() if n.startswith("grad_scaler/")})
+    num_stock = sum(arm.is_baseline for arm in plan.arms)
+    return replace(plan, arms=(*plan.arms[:num_stock], *scaled, *plan.arms[num_stock:]))
+
+
+def _trials_end(plan: SearchPlan, seconds: float) -> float:
+    """Return how much of the time given the trials may use: the proof needs its first look, if that is forecast."""
+    first_look = 0.0 if plan.settings.is_quick else plan.proof_seconds(plan.trial_seconds)[0] / plan.num_workers
+    return max(seconds - first_look, seconds / 3)
+
+
 def _check_folder(plan: SearchPlan) -> None:
     """Refuse a folder whose policy belongs to another study, so that nothing is overwritten."""
     path = plan.folder / "policy.json"
@@ -270,15 +297,17 @@ def candidates_of(study: SearchStudy, plan: SearchPlan, refuted: Sequence[Candid
     known = {c.key for c in refuted}
     found = [c for c in found if c.fits(settings.memory_budget_bytes) and c.key not in known]
     standing = [c for c in baselines if c.key not in known]
-    finalists = _finalists(standing, found, settings.prefer)[:MAX_FINALISTS]
+    finalists = _finalists(standing, found, settings.prefer, plan.worth)[:MAX_FINALISTS]
     for other in PREFERENCES:
-        finalists += [c for c in _finalists(standing, found, other)[:1] if c not in finalists]
+        finalists += [c for c in _finalists(standing, found, other, plan.worth)[:1] if c not in finalists]
     return [*baselines, *(c for c in refuted if c.is_found), *finalists]
 
 
-def _finalists(baselines: Sequence[Candidate], found: Sequence[Candidate], prefer: Prefer) -> list[Candidate]:
+def _finalists(
+    baselines: Sequence[Candidate], found: Sequence[Candidate], prefer: Prefer, worth: Worth
+) -> list[Candidate]:
     reference = next(c for c in baselines if c.name == FP32)
-    ranked = rank([*(c for c in baselines if c.outcome.is_ok), *found], reference, prefer)
+    ranked = in_order([*(c for c in baselines if c.outcome.is_ok), *found], reference, prefer, worth)
     better = ranked[: next(i for i, c in enumerate(ranked) if not c.is_found)]
     standing = {_precisions(c): c for c in reversed(better) if c.policy.optimizer is None}
     for candidate in (c for c in better if c.policy.optimizer is not None):
@@ -297,14 +326,14 @@ def _candidate(record: TrialRecord) -> Candidate:
 
 
 def _prove(
-    plan: SearchPlan, study: SearchStudy, measure: Measure, events: Events
+    plan: SearchPlan, study: SearchStudy, measure: Measure, events: Events, deadline: float | None
 ) -> tuple[list[Candidate], Verification]:
     """Return the arms of the proof, with what the revert pass added, and their verification."""
-    prove = _Prover(plan, study, measure, events)
+    prove = _Prover(plan, study, measure, events, deadline)
     refuted: list[Candidate] = []
     for _ in range(MAX_ROUNDS):
         candidates = candidates_of(study, plan, refuted)
-        order = order_of(candidates, plan.settings.prefer, plan.settings.memory_budget_bytes)
+        order = order_of(candidates, plan.settings.prefer, plan.worth, plan.settings.memory_budget_bytes)
         verification = prove([c for c in candidates if c.outcome.is_ok], order)
         num_before = len(refuted)
         refuted = [c for c in candidates if _is_refuted(c, verification)]
@@ -322,11 +351,13 @@ def _is_refuted(candidate: Candidate, verification: Verification) -> bool:
 class _Prover:
     """Proves arms on the seeds of the study's proof."""
 
-    def __init__(self, plan: SearchPlan, study: SearchStudy, measure: Measure, events: Events) -> None:
-        self._plan, self._measure, self._events = plan, measure, events
+    def __init__(
+        self, plan: SearchPlan, study: SearchStudy, measure: Measure, events: Events, deadline: float | None
+    ) -> None:
+        self._plan, self._measure, self._events, self._deadline = plan, measure, events, deadline
         self._store = RunStore(study.study)
         self._shares = Shares(plan.settings.proof, study.study)
-        self._resolution = metric_resolution(plan.task)
+        self._metric = metric_of(plan.task)
 
     def __call__(self, candidates: Sequence[Candidate], order: Sequence[str]) -> Verification:
         return verify(
@@ -337,8 +368,9 @@ class _Prover:
             store=self._store,
             shares=self._shares,
             order=order,
-            resolution=self._resolution,
+            metric=self._metric,
             events=self._events,
+            deadline=self._deadline,
         )
 
 
@@ -364,7 +396,7 @@ def _revert(
     def prove(name: str, policy: Policy) -> tuple[Candidate, Verification]:
         arm = Candidate(name, policy, study.parameters.key(policy), reference.outcome)
         found = prover([reference, arm], [FP32, name])  # behind FP32 in the order: the first look alone
-        outcome = next(iter(found.outcomes[name].values()))
+        outcome = next(iter(found.outcomes[name].values()), reference.outcome)
         return replace(arm, outcome=outcome, paired=found.ratios(name)), found
 
     reverted = give_back(
@@ -400,14 +432,6 @@ def _savings(plan: SearchPlan, study: SearchStudy, winner: Candidate) -> dict[st
     return dict(known)
 
 
-def metric_resolution(task: Task) -> float:
-    """Return the smallest step of an accuracy: one sample of the held-out data; 0 for another metric."""
-    if task.accuracy_name != "accuracy":
-        return 0.0
-    count = task.num_samples or count_samples
-    return 1.0 / max(1, sum(count(batch) for batch in open_batches(task.eval_batches, name="eval_batches")))
-
-
 def _choose(plan: SearchPlan, candidates: Sequence[Candidate], verification: Verification) -> Choice:
     return choose(
         candidates,
@@ -415,7 +439,9 @@ def _choose(plan: SearchPlan, candidates: Sequence[Candidate], verification: Ver
         prefer=plan.settings.prefer,
         target=plan.target,
         target_is_here=plan.target_is_here,
+        worth=plan.worth,
         memory_budget_bytes=plan.settings.memory_budget_bytes,
+        is_quick=plan.settings.is_quick,
     )
 
 
@@ -443,7 +469,9 @@ def _finish(
         target_is_here=plan.target_is_here,
         trials={record.label: record.number for record in records if not record.is_cached},
         on_front=frozenset(record.label for record in front),
-        means={name: proof_means(runs) for name, runs in verification.outcomes.items()},
+        means={name: proof_means(runs, verification.metric) for name, runs in verification.outcomes.items()},
+        worth=plan.worth,
+        is_quick=plan.settings.is_quick,
         memory_budget_bytes=budget,
         largest=None
         if budget is None

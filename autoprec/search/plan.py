@@ -17,18 +17,18 @@ from autoprec.apply import describe_model, read_structure
 from autoprec.apply.portability import has_native_bf16
 from autoprec.errors import UsageError, did_you_mean
 from autoprec.estimates.gpus import gpu_by_name
-from autoprec.policy import ModelInfo, content_hash
-from autoprec.search.arms import Arm, baselines, warm_starts
+from autoprec.policy import ModelInfo, Policy, content_hash, load_policy
+from autoprec.search.arms import AUTOCAST_BF16, AUTOCAST_FP16, FP32, PRESENT_POLICY, Arm, baselines, warm_starts
 from autoprec.search.decision import Decision
 from autoprec.search.decisions import build_decisions
 from autoprec.search.families import choose_space
 from autoprec.search.fingerprint import Identity, identity_hash, study_identity, versions
 from autoprec.search.parameters import Parameters, build_parameters
 from autoprec.search.proof import Proof
-from autoprec.search.recommendation import Prefer, as_preference
 from autoprec.search.samplers import SAMPLERS
 from autoprec.search.scoring import OBJECTIVES, Limits
 from autoprec.search.space import SearchSpace, load_space
+from autoprec.search.worth import Prefer, Worth, as_preference
 from autoprec.tasks.batches import BatchStream, cut_batch, move_batch
 from autoprec.tasks.code import code_digest
 from autoprec.tasks.options import training_options
@@ -74,7 +74,12 @@ class SearchSettings:
         prefer: what the recommendation weighs: "balanced", "fastest" or "smallest"; no part of the study's identity.
         memory_budget_bytes: what uses more is not recommended, and the largest batch in it is told; no part of the
             study's identity.
-        timeout_seconds: after which no new trial is begun, the proof not counted; no part of the study's identity.
+        timeout_seconds: of the whole search; of it the proof is left what it will probably need. No part of the study's
+            identity.
+        is_quick: no proof: what the trials say is written, as not proved. No part of the study's identity.
+        compare: what the user runs today, against which gains are told: "bf16", "fp16" (stock autocast), "tf32", "fp32"
+            or a policy file; None: stock autocast, in BF16 where the target has it. No part of the study's identity.
+        worth: what a gain has to be; no part of the study's identity.
         space: name of a built-in search space or a TOML file; None chooses by the model's structure.
         num_workers: trials at once on a CPU, where no time is measured; None takes `default_num_workers`.
         devices: CUDA devices of one product that run a trial each at the same time; empty: the trials' own alone.
@@ -92,6 +97,9 @@ class SearchSettings:
     prefer: Prefer = "balanced"
     memory_budget_bytes: float | None = None
     timeout_seconds: float | None = None
+    is_quick: bool = False
+    compare: str | Path | Policy | None = None
+    worth: Worth = field(default_factory=Worth)
     space: str | Path | None = None
     num_workers: int | None = None
     devices: Sequence[str] = ()
@@ -125,7 +133,7 @@ class SearchPlan:
 
     `target` names the device that memory and throughput are for; `step_seconds` is the time of one FP32 step here;
     `unit_calls` names the units in call order, one entry a call; `notes` is what the check of the task found that a
-    reader must know.
+    reader must know; `present` names the arm that the user runs today; `capacity_bytes` is the target's memory.
     """
 
     task: Task
@@ -145,6 +153,18 @@ class SearchPlan:
     devices: Sequence[str]
     unit_calls: Sequence[str]
     notes: Sequence[str] = ()
+    present: str = AUTOCAST_BF16
+    capacity_bytes: float | None = None
+
+    @property
+    def worth(self) -> Worth:
+        """What a gain has to be on the target, for the memory that is wanted."""
+        return dataclasses.replace(
+            self.settings.worth,
+            capacity_bytes=self.capacity_bytes,
+            memory_budget_bytes=self.settings.memory_budget_bytes,
+            present=self.present,
+        )
 
     @property
     def decisions(self) -> Sequence[Decision]:
@@ -202,6 +222,8 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         native_bf16=native_bf16,
         fp32_code=[name for name, refused in units.composites.items() if "autocast" in refused],
     )
+    present, present_arms, present_notes = _present(settings.compare, parameters, trial, native_bf16=native_bf16)
+    notes += present_notes
     info = describe_model(read_structure(model), task.name)
     identity = study_identity(
         task=task_identity(task),
@@ -211,7 +233,7 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         space=content_hash(space.model_dump_json()),
         sampler=settings.sampler,
         limits=dataclasses.asdict(settings.limits),
-        proof=dataclasses.asdict(settings.proof),
+        proof=settings.proof.identity,
         versions=versions(),
     )
     name = settings.study_name or f"{file_name(task.name)}-{identity_hash(identity)}"
@@ -221,7 +243,7 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         settings=settings,
         space=space,
         parameters=parameters,
-        arms=(*baselines(parameters, native_bf16=native_bf16), *warm_starts(parameters)),
+        arms=(*baselines(parameters, native_bf16=native_bf16), *present_arms, *warm_starts(parameters)),
         model=info,
         identity=identity,
         study_name=name,
@@ -233,6 +255,8 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         devices=tuple(settings.devices) or (trial.device,),
         unit_calls=units.calls,
         notes=notes,
+        present=present,
+        capacity_bytes=_capacity(trial, here=here),
     )
 
 
@@ -347,6 +371,53 @@ def _has_native_bf16(trial: TrialSettings, *, here: bool) -> bool:
     if here:
         return has_native_bf16(torch.device(trial.device))
     return gpu_by_name(trial.gpu).native_bf16
+
+
+def _capacity(trial: TrialSettings, *, here: bool) -> float:
+    """Return the bytes of the target's memory."""
+    if here:
+        return float(torch.cuda.get_device_properties(trial.device).total_memory)
+    return float(gpu_by_name(trial.gpu).memory_bytes)
+
+
+STOCK_NAMES = ("bf16", "fp16", "tf32", "fp32")
+
+
+def _present(
+    compare: str | Path | Policy | None, parameters: Parameters, trial: TrialSettings, *, native_bf16: bool
+) -> tuple[str, list[Arm], list[str]]:
+    """Return the name of the arm that the user runs today, an arm for it where it is a file, and what is to be told.
+
+    Raises:
+        UsageError, PolicyError: the target cannot run it, or it is neither one of the names nor a policy file.
+    """
+    if compare is None:
+        return (AUTOCAST_BF16 if native_bf16 else AUTOCAST_FP16), [], []
+    if isinstance(compare, str) and compare.lower() in STOCK_NAMES:
+        name = compare.lower()
+        target, here = target_of(trial)
+        if name == "bf16" and not native_bf16:
+            raise UsageError(f"compare: {target} has no BF16 units; allowed there: fp16, fp32 or a policy file")
+        has_tf32 = torch.cuda.get_device_capability(trial.device) >= (8, 0) if here else _gpu_has_tf32(trial)
+        if name == "tf32" and not has_tf32:
+            raise UsageError(f"compare: {target} has no TF32; allowed there: fp16, fp32 or a policy file")
+        notes = []
+        if name == "fp32" and has_tf32 and not here:
+            notes.append("compare fp32: the figures of FP32 are predicted with products in TF32, as this GPU offers")
+        return {"bf16": AUTOCAST_BF16, "fp16": AUTOCAST_FP16}.get(name, FP32), [], notes
+    if isinstance(compare, str) and not Path(compare).exists():
+        nearest = did_you_mean(compare, STOCK_NAMES)
+        allowed = f"{', '.join(STOCK_NAMES)} or a policy file"
+        raise UsageError(f"compare: found {compare[:80]!r}; allowed: {allowed}{nearest}")
+    given = compare if isinstance(compare, Policy) else load_policy(Path(compare))
+    policy = given.replace(training=None, model=None, recommendation=None, evidence=None, provenance=None)
+    values = parameters.values(lambda decision: parameters.precision(policy, decision))
+    name = f"{PRESENT_POLICY} {parameters.key(policy)[:8]}"
+    return name, [Arm(name, values, policy)], []
+
+
+def _gpu_has_tf32(trial: TrialSettings) -> bool:
+    return gpu_by_name(trial.gpu).tf32_tflops is not None
 
 
 def _optimizer_defaults(task: Task) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,23 +22,25 @@ from autoprec.search.gate import Gate, compare_with_promise
 from autoprec.search.judging import Contender, Verdict
 from autoprec.search.lookahead import Measure
 from autoprec.search.measuring import open_measure
+from autoprec.search.metric import metric_of
 from autoprec.search.parameters import policy_key
-from autoprec.search.pipeline import metric_resolution, with_ratios
+from autoprec.search.pipeline import with_ratios
 from autoprec.search.plan import file_name, resolve_device, target_of, task_identity, trial_identity
 from autoprec.search.proof import Proof, build_proof
-from autoprec.search.recommendation import Candidate
+from autoprec.search.recommendation import Telling
 from autoprec.search.runner import require_reference
 from autoprec.search.samplers import quiet_optuna
 from autoprec.search.shares import Shares
 from autoprec.search.storage import opened_alone, sqlite_url
 from autoprec.search.study import load_or_create
 from autoprec.search.verification import RunStore, Verification, verify
+from autoprec.search.worth import Candidate
 from autoprec.tasks.protocol import Task
 from autoprec.tasks.source import resolve_task
 from autoprec.trials.building import build_model
 from autoprec.trials.checking import check_task
 from autoprec.trials.isolation import isolated, seed_everything
-from autoprec.trials.outcome import TrialSettings
+from autoprec.trials.outcome import Outcome, TrialSettings
 from autoprec.trials.pool import default_num_workers
 
 __all__ = ["PolicyProof", "verify_policy"]
@@ -95,19 +96,26 @@ class PolicyProof:
     @property
     def sentence(self) -> str:
         """The answer in one sentence."""
-        verdict, proof = self.verdict, self.verification.proof
-        mean = "" if verdict.difference is None else f" (mean difference {verdict.difference.mean:+.4f})"
-        what = {
-            "proved": f"Proved: accuracy within {proof.margin:g} of FP32",
-            "refuted": f"Worse: {verdict.reason}",
-            "open": f"Open: {verdict.reason}; a margin of {proof.margin:g} is not proved",
-        }[verdict.kind]
+        verdict, found = self.verdict, self.verification
+        told = Telling.of_proof(found)
+        mean = "" if verdict.difference is None else f" ({told.difference(verdict.difference)})"
+        margin = "the margin" if verdict.margin is None else f"{verdict.margin:.3g}"
+        if verdict.kind == "insensitive":
+            what = f"Insensitive: {told.insensitive([verdict])}"
+        else:
+            what = {
+                "proved": f"Proved: {found.metric.name} not worse than FP32's by more than {margin}",
+                "refuted": f"Worse: {verdict.reason}",
+                "open": f"Open: {verdict.reason}; a margin of {margin} is not proved",
+                "failed": f"Cannot run here: the policy {verdict.reason}",
+            }[verdict.kind]
         needed = self.verification.num_seeds_needed
         more = f"; about {needed} seeds would do (--max-seeds)" if verdict.kind == "open" and needed else ""
         behind = [comparison.what for comparison in self.gate.comparisons if comparison.behind]
         promise = f"; behind what the file promises: {', '.join(behind)}" if behind else ""
         here = "" if self.target_is_here else f"; provisional: {self.target} was not there"
-        return f"{what}{mean}, {self.verification.num_seeds} paired seeds{more}{promise}{here}."
+        seeds = "" if verdict.difference is None else f", {found.num_seeds} paired seeds of {found.num_steps} steps"
+        return f"{what}{mean}{seeds}{more}{promise}{here}."
 
     def updated_policy(self) -> Policy:
         """Return the policy with this proof as its evidence; only a proved one keeps a recommendation."""
@@ -152,6 +160,8 @@ def verify_policy(
     margin: float | None = None,
     max_seeds: int = 8,
     num_steps: int = 40,
+    proof_steps: int | None = None,
+    proof_time: float | None = None,
     with_autocast: bool = True,
     tolerance: float = TOLERANCE,
     trial_timeout: float | None = 900.0,
@@ -172,9 +182,11 @@ def verify_policy(
         device: where it trains; None takes CUDA where there is one.
         gpu: the target of computed and predicted numbers where the device is a CPU.
         seed: moves all seeds of the proof.
-        margin: how much worse than FP32 the metric may be; None takes the one that the file records, else 0.05.
+        margin: how much worse than FP32 the metric may be; None takes what the file records, else a tenth of what FP32
+            gains over its start weights.
         max_seeds: looks are taken after 4 seeds, at each doubling and at this number.
-        num_steps: steps of each run, the learning rate falling to zero.
+        num_steps: steps of each run, the learning rate falling to zero; doubled where FP32 learns too little.
+        proof_steps, proof_time: steps and seconds up to which they are doubled.
         with_autocast: whether plain autocast runs beside the policy.
         tolerance: how far memory and throughput may fall behind what the file promises, relative.
         trial_timeout: seconds after which a run is ended, where it has a process of its own.
@@ -188,7 +200,15 @@ def verify_policy(
         UsageError, StudyError, TaskError: as `search_policy`.
     """
     trial = TrialSettings(seed=seed, device=resolve_device(device), gpu=gpu_by_name(gpu).name)
-    proof = build_proof(_margin(policy, margin), max_seeds, num_steps=num_steps, arm_share=1.0, first_seed=FIRST_SEED)
+    proof = build_proof(
+        _margin(policy, margin),
+        max_seeds,
+        num_steps=num_steps,
+        max_steps=proof_steps,
+        max_seconds=proof_time,
+        arm_share=1.0,
+        first_seed=FIRST_SEED,
+    )
     plan = _prepare(policy, resolve_task(task), trial, proof, with_autocast=with_autocast)
     folder = output or Path("runs") / plan.study_name
     with (
@@ -229,7 +249,7 @@ def _prepare(policy: Policy, task: Task, trial: TrialSettings, proof: Proof, *, 
         task=task_identity(task),
         trial=trial_identity(trial),
         model=content_hash(model.model_dump_json()),
-        proof=dataclasses.asdict(proof),
+        proof=proof.identity,
         versions=versions(),
     )
     return _Plan(
@@ -254,7 +274,7 @@ def _train(plan: _Plan, measure: Measure, store: RunStore, events: Events) -> Ve
         store=store,
         shares=Shares(plan.proof),
         order=[plan.name, FP32],
-        resolution=metric_resolution(plan.task),
+        metric=metric_of(plan.task),
         events=events,
         check_reference=require_reference,
     )
@@ -270,7 +290,7 @@ def _answer(plan: _Plan, verification: Verification, *, folder: Path, tolerance:
         identity=plan.identity,
         target=target,
         target_is_here=target_is_here,
-        num_steps=plan.proof.num_steps,
+        num_steps=verification.num_steps,
         tolerance=tolerance,
     )
     return PolicyProof(
@@ -290,11 +310,12 @@ def _answer(plan: _Plan, verification: Verification, *, folder: Path, tolerance:
     )
 
 
-def _margin(policy: Policy, margin: float | None) -> float:
-    if margin is not None:
-        return margin
+def _margin(policy: Policy, margin: float | None) -> float | None:
+    """Return the absolute margin that is given or that the file records; None for one relative to FP32's gain."""
     recorded = None if policy.evidence is None else policy.evidence.verification
-    return Proof().margin if recorded is None else recorded.margin
+    if margin is not None or recorded is None or recorded.max_lost_share is not None:
+        return margin
+    return recorded.margin
 
 
 def _fitting_model(policy: Policy, task: Task, trial: TrialSettings) -> ModelInfo:
@@ -347,5 +368,5 @@ def _measuring(plan: _Plan, measure: Measure | None, trial_timeout: float | None
 
 def _candidates(contenders: Sequence[Contender], verification: Verification) -> list[Candidate]:
     """Return the arms with the outcome of their first run, which gives memory and throughput."""
-    first = {c.name: next(iter(verification.outcomes[c.name].values())) for c in contenders}
+    first = {c.name: next(iter(verification.outcomes[c.name].values()), Outcome(kind="ok")) for c in contenders}
     return with_ratios([Candidate(c.name, c.policy, c.key, first[c.name]) for c in contenders], verification)

@@ -1,93 +1,36 @@
-"""Choose what to use: a found policy, plain autocast or FP32, by what the proof allows and the numbers say."""
+"""Choose what to use, a found policy, plain autocast or FP32, by the proof and the numbers, and say so in words."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from autoprec.errors import UsageError, did_you_mean
-from autoprec.estimates import RATIO_ERROR
 from autoprec.policy import Number, Policy
-from autoprec.search.arms import AUTOCAST_BF16, AUTOCAST_FP16, BASELINES, FP32
-from autoprec.search.judging import Verdict, better_but_open
-from autoprec.search.ratios import NO_RATIOS, Ratios, counted, outcome_ratios
+from autoprec.search.arms import FP32, PRESENT_POLICY
+from autoprec.search.judging import Verdict
+from autoprec.search.statistics import Interval
 from autoprec.search.verification import Verification
+from autoprec.search.worth import Candidate, Prefer, Worth, best, in_order
 from autoprec.trials.outcome import Outcome
 
-__all__ = [
-    "MIN_GAIN",
-    "Prefer",
-    "PREFERENCES",
-    "Candidate",
-    "Choice",
-    "as_preference",
-    "rank",
-    "order_of",
-    "choose",
-    "gain",
-]
+__all__ = ["Choice", "Telling", "choose", "order_of"]
 
-MIN_GAIN = 0.01
-"""Differences in memory or throughput below this share are no reason to leave the simpler policy."""
-Prefer = Literal["balanced", "fastest", "smallest"]
-PREFERENCES: tuple[Prefer, ...] = get_args(Prefer)
-SIMPLICITY = (FP32, AUTOCAST_BF16, AUTOCAST_FP16)
-"""From the simplest: FP32; BF16, which needs no grad scaler; FP16; then any found policy."""
-
-
-def as_preference(name: str) -> Prefer:
-    """Return the preference of that name.
-
-    Raises:
-        UsageError: there is none.
-    """
-    for prefer in PREFERENCES:
-        if prefer == name:
-            return prefer
-    raise UsageError(f"prefer {name!r}; allowed: {', '.join(PREFERENCES)}{did_you_mean(name, PREFERENCES)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """An arm with the outcome that gives its memory and throughput.
-
-    `paired` holds its ratios to FP32 over the pairs of a proof; where it has none, those of the outcomes stand.
-    """
-
-    name: str
-    policy: Policy
-    key: str
-    outcome: Outcome
-    paired: Ratios = NO_RATIOS
-
-    @property
-    def simplicity(self) -> int:
-        return SIMPLICITY.index(self.name) if self.name in SIMPLICITY else len(SIMPLICITY)
-
-    @property
-    def is_found(self) -> bool:
-        return self.name not in BASELINES
-
-    def ratios(self, reference: Candidate) -> Ratios:
-        """Return memory and throughput over the reference's, those measured in pairs first."""
-        single = outcome_ratios(self.outcome, reference.outcome)
-        return Ratios(self.paired.memory or single.memory, self.paired.throughput or single.throughput)
-
-    def fits(self, memory_budget_bytes: float | None) -> bool:
-        """Whether the peak memory lies within the budget; a memory that is not known fits none."""
-        if memory_budget_bytes is None:
-            return True
-        memory = self.outcome.peak_memory_bytes
-        return memory is not None and memory.value <= memory_budget_bytes
+ChoiceKind = Literal["policy", "autocast", "fp32", "inconclusive", "unproved"]
+LAUNCH_BOUND = 0.5
+"""Share of a step's predicted time from which on it is told to be bound by launches."""
+MAX_TOLD = 3
+"""Arms of which a sentence says what became of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is recommended. `policy` can always be applied; where nothing is recommended it is FP32's."""
+    """What is recommended. `policy` can always be applied; where nothing is recommended it is FP32's.
 
-    kind: Literal["policy", "autocast", "fp32", "inconclusive"]
+    "unproved" is the best by its trials alone, of a search that was asked for no proof.
+    """
+
+    kind: ChoiceKind
     name: str
     policy: Policy
     sentence: str
@@ -95,42 +38,13 @@ class Choice:
     prefer: Prefer
 
 
-def gain(candidate: Candidate, reference: Candidate, prefer: Prefer) -> float:
-    """Return how much better a candidate is than the reference: 0.1 is 10 %, negative is worse.
-
-    A predicted throughput can be wrong by `RATIO_ERROR`: it is no reason to prefer anything. It counts where it says
-    that a candidate is slower by more than that, and every preference goes by memory instead. A measured ratio counts
-    with the end of its interval nearest to 1.
-    """
-    ratios = candidate.ratios(reference)
-    smaller = -math.log(counted(ratios.memory))
-    faster = math.log(counted(ratios.throughput))
-    if ratios.throughput is not None and ratios.throughput.kind == "predicted":
-        slower = min(0.0, faster + math.log1p(RATIO_ERROR))
-        return math.expm1(smaller if prefer == "smallest" else smaller + slower)
-    total = {"fastest": faster, "smallest": smaller, "balanced": faster + smaller}[prefer]
-    return math.expm1(total)
-
-
-def rank(candidates: Sequence[Candidate], reference: Candidate, prefer: Prefer) -> list[Candidate]:
-    """Return the candidates from the best; within `MIN_GAIN` of the best of what is left the simpler comes first."""
-    left = list(candidates)
-    ranked: list[Candidate] = []
-    while left:
-        gains = {id(c): gain(c, reference, prefer) for c in left}
-        best = max(gains.values())
-        near = [c for c in left if (1 + best) / (1 + gains[id(c)]) < 1 + MIN_GAIN]
-        chosen = min(near, key=lambda c: (c.simplicity, -gains[id(c)]))
-        ranked.append(chosen)
-        left.remove(chosen)
-    return ranked
-
-
-def order_of(candidates: Sequence[Candidate], prefer: Prefer, memory_budget_bytes: float | None = None) -> list[str]:
+def order_of(
+    candidates: Sequence[Candidate], prefer: Prefer, worth: Worth, memory_budget_bytes: float | None = None
+) -> list[str]:
     """Return the names of the arms that could be used, from the best; FP32 is among them, whether it fits or not."""
     reference = next(c for c in candidates if c.name == FP32)
     usable = [c for c in candidates if c is reference or (c.outcome.is_ok and c.fits(memory_budget_bytes))]
-    ranked = [c.name for c in rank(usable, reference, prefer)]
+    ranked = [c.name for c in in_order(usable, reference, prefer, worth)]
     if reference.fits(memory_budget_bytes):
         return ranked
     return [*(name for name in ranked if name != FP32), FP32]
@@ -143,7 +57,9 @@ def choose(
     prefer: Prefer,
     target: str,
     target_is_here: bool,
+    worth: Worth | None = None,
     memory_budget_bytes: float | None = None,
+    is_quick: bool = False,
 ) -> Choice:
     """Recommend the best candidate whose proof stands; with a better one still open, say so.
 
@@ -156,37 +72,46 @@ def choose(
         prefer: what better means.
         target: the device that memory and throughput are for, in words.
         target_is_here: False makes the recommendation provisional.
+        worth: what a gain has to be, and what the user runs today, against which gains are told.
         memory_budget_bytes: what uses more is not recommended.
+        is_quick: no proof was asked for: the best by the trials is given, as not proved.
     """
-    by_name = {c.name: c for c in candidates}
-    reference = by_name[FP32]
-    verdicts = verification.verdicts
-    order = order_of(candidates, prefer, memory_budget_bytes)
-    best = next(by_name[n] for n in order if n == FP32 or (n in verdicts and verdicts[n].is_safe))
-    open_arms = [by_name[name] for name in better_but_open(order, verdicts)]
+    reference = next(c for c in candidates if c.name == FP32)
+    worth = replace(worth or Worth(), memory_budget_bytes=memory_budget_bytes)
     here = target_is_here
-    if best is reference and open_arms:
-        return _inconclusive(reference, _why_open(open_arms, verification), prefer, here)
-    if not best.fits(memory_budget_bytes):
+    telling = Telling(candidates, reference, verification, worth, target)
+    skips = {name: verdict.skip_rate for name, verdict in verification.verdicts.items()}
+    usable = [c for c in candidates if c.outcome.is_ok and c.fits(memory_budget_bytes)]
+
+    def pick(of: Sequence[Candidate]) -> Candidate:
+        return best(of, reference, prefer, worth, skips=skips)
+
+    if is_quick and usable:
+        quick = pick(usable)
+        sentence = f"Not proved: by short trials alone {telling.spoken(quick)} would be used{telling.gains(quick)}"
+        return Choice("unproved", quick.name, quick.policy, f"{sentence}; no proof was asked for.", True, prefer)
+    learned = verification.learned
+    if learned is not None and not learned.is_shown and len(candidates) > 1:
+        return _inconclusive(reference, telling.why_open([c for c in usable if c is not reference]), prefer, here)
+    safe = [c for c in usable if c is reference or telling.is_safe(c)]
+    is_open = [c for c in usable if c not in safe and telling.kind(c) in ("open", "insensitive", "unknown")]
+    better = [c for c in is_open if pick([*safe, c]) is c]
+    chosen = pick(safe) if safe else None
+    if chosen is None and not better:
         assert memory_budget_bytes is not None
-        why = f"no policy that is proved fits {_gib(memory_budget_bytes)}"
+        why = f"no policy that is proved fits a memory budget of {_size(memory_budget_bytes)}"
         return _inconclusive(reference, why, prefer, here)
-    kind: Literal["policy", "autocast", "fp32"] = (
-        "fp32" if best is reference else "policy" if best.is_found else "autocast"
-    )
-    parts = [_main_clause(best, reference, candidates, verification, target)]
-    if open_arms:
-        parts.append(f"{_and(open_arms)} would be better but is not proved within the seeds of this proof")
-    if prefer == "fastest" and _is_predicted(reference):
-        parts.append("throughput is only predicted, so memory decided")
-    if not here:
+    if chosen is None or (chosen is reference and better):
+        return _inconclusive(reference, telling.why_open(better), prefer, here)
+    kind: ChoiceKind = "fp32" if chosen is reference else "policy" if chosen.is_found else "autocast"
+    parts = [telling.main_clause(chosen)]
+    if better:
+        parts.append(f"{telling.several(better)} would be better but {telling.state_of(better)}")
+    if not here and chosen is not reference:
         parts.append(f"provisional: {target} was not there; run `autoprec verify` on it with --device cuda")
-    return Choice(kind, best.name, best.policy, "; ".join(parts) + ".", not here, prefer)
-
-
-def _is_predicted(candidate: Candidate) -> bool:
-    throughput = candidate.outcome.throughput_samples_per_second
-    return throughput is not None and throughput.kind == "predicted"
+    elif not here:
+        parts.append(f"provisional: {target} was not there")
+    return Choice(kind, chosen.name, chosen.policy, "; ".join(parts) + ".", not here, prefer)
 
 
 def _inconclusive(reference: Candidate, why: str, prefer: Prefer, here: bool) -> Choice:
@@ -194,68 +119,195 @@ def _inconclusive(reference: Candidate, why: str, prefer: Prefer, here: bool) ->
     return Choice("inconclusive", FP32, reference.policy, sentence, not here, prefer)
 
 
-def _why_open(better: Sequence[Candidate], verification: Verification) -> str:
-    would = f"{_and(better)} would use less memory or time, but"
-    if not verification.verdicts:
-        return f"{would} nothing is verified yet"
-    provable, needed, margin = verification.provable_margin, verification.num_seeds_needed, verification.proof.margin
-    runs = f"{verification.num_seeds} seeds of {verification.proof.num_steps} steps"
-    noise = "" if verification.noise is None else f"; FP32 against itself differs by {verification.noise:.3f}"
-    if provable is not None and provable < margin:
+@dataclass(frozen=True)
+class Telling:
+    """The words of a recommendation: each clause from the arms and verdicts that it is about."""
+
+    candidates: Sequence[Candidate]
+    reference: Candidate
+    verification: Verification
+    worth: Worth
+    target: str
+
+    @classmethod
+    def of_proof(cls, verification: Verification) -> Telling:
+        """Return the words of a proof without a recommendation."""
+        none = Candidate(FP32, Policy(default="fp32"), FP32, Outcome(kind="ok"))
+        return cls([none], none, verification, Worth(), "")
+
+    @property
+    def present(self) -> Candidate:
+        return next((c for c in self.candidates if c.name == self.worth.present and c.outcome.is_ok), self.reference)
+
+    def kind(self, candidate: Candidate) -> str:
+        verdict = self.verification.verdicts.get(candidate.name)
+        return "unknown" if verdict is None else verdict.kind
+
+    def is_safe(self, candidate: Candidate) -> bool:
+        verdict = self.verification.verdicts.get(candidate.name)
+        return verdict is not None and verdict.is_safe
+
+    def spoken(self, candidate: Candidate) -> str:
+        """Name an arm as an engineer would."""
+        name = candidate.name
+        if candidate.is_found:
+            return f"the found policy ({name})"
+        if name.startswith(PRESENT_POLICY):
+            return "the present policy"
+        if name == FP32:
+            return "FP32"
+        return "plain " + name.replace("fp16", "FP16").replace("bf16", "BF16").replace("init_scale ", "init_scale=")
+
+    def several(self, candidates: Sequence[Candidate]) -> str:
+        names = [self.spoken(c).removeprefix("plain ") for c in candidates]
+        return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+
+    def main_clause(self, chosen: Candidate) -> str:
+        if chosen is self.reference:
+            return f"Stay with FP32: {self._why_fp32()}" if self.present is chosen else f"Use FP32: {self._why_fp32()}"
+        verb = "Keep" if chosen is self.present else "Use"
+        clause = f"{verb} {self.spoken(chosen)}{self.gains(chosen)}"
+        if chosen is self.present and len(self.candidates) > 2:
+            clause += f"; nothing that was tried gains {self.worth.min_gain:.0%} of memory or time over it"
+        return f"{clause}; {self.accuracy(chosen)}"
+
+    def gains(self, chosen: Candidate) -> str:
+        """Say memory and throughput over what the user runs today, then over FP32."""
+        against = [self.present] if self.present is self.reference else [self.present, self.reference]
+        against = [each for each in against if each is not chosen]
+        told = []
+        for other in against:
+            own, base = chosen.ratios(self.reference), other.ratios(self.reference)
+            memory, times = _over(own.memory, base.memory), _over(own.throughput, base.throughput)
+            amount = "" if other is not against[0] else _bytes_between(chosen, other)
+            told.append(f"{memory} the memory{amount} and {times} the throughput of {self.spoken(other)}")
+        return f": {', '.join(told)}, on {self.target}" if told else ""
+
+    def accuracy(self, chosen: Candidate) -> str:
+        """Say what the proof showed of the metric, with its interval in the metric's own direction."""
+        verdict, found = self.verification.verdicts[chosen.name], self.verification
+        difference = verdict.difference
+        if difference is None:
+            return "proved"
+        shared = "" if found.proof.margin is not None else f" ({found.proof.max_lost_share:.0%} of what FP32 gained)"
+        word = "below" if found.metric.higher_is_better else "above"
+        margin = "the margin" if verdict.margin is None else f"{verdict.margin:.3g}"
         return (
-            f"{would} {runs} leave open whether accuracy stays within {margin:g} of FP32"
-            f"{_mean_differences(better, verification)}; an equal one would have been proved{noise}"
+            f"proved: {found.metric.name} at most {margin}{shared} {word} FP32's ({self.difference(difference)}; "
+            f"{difference.num_values} paired seeds of {found.num_steps} steps)"
         )
-    could = "" if provable is None else f" (the smallest margin it could prove is {provable:.3f})"
-    if noise:
-        noise += f", which needs {'more than 1000' if needed is None else f'about {needed}'} seeds"
-    return f"{would} {runs} cannot prove a margin of {margin:g}{could}{noise}"
 
+    def difference(self, found: Interval) -> str:
+        """Tell a difference to FP32 and its bounds, in the metric's own direction."""
+        sign = 1 if self.verification.metric.higher_is_better else -1
+        low, high = sorted((sign * found.low, sign * found.high))
+        return f"difference {sign * found.mean:+.4g}, between {low:+.4g} and {high:+.4g}"
 
-def _mean_differences(candidates: Sequence[Candidate], verification: Verification) -> str:
-    verdicts = [verification.verdicts.get(c.name) for c in candidates]
-    means = [f"{v.difference.mean:+.4f}" for v in verdicts if v is not None and v.difference is not None]
-    return f" (mean difference {', '.join(means)})" if means else ""
+    def _why_fp32(self) -> str:
+        told = [each for each in map(self._lost, self.candidates) if each][:MAX_TOLD]
+        lower = [c for c in self.candidates if c is not self.reference and c.outcome.is_ok and self.is_safe(c)]
+        if lower or not told:
+            share = self.reference.outcome.launch_share
+            if share is not None and share >= LAUNCH_BOUND:
+                told.append(
+                    f"the step is bound by launches ({share:.0%} of its predicted time), which no precision makes "
+                    "fewer; a larger batch, torch.compile and CUDA graphs do"
+                )
+            matters = "memory that matters"
+            if self.worth.capacity_bytes is not None:
+                least = self.worth.min_memory_share * self.worth.capacity_bytes / 2**30
+                matters = f"the {least:.2f} GiB of memory that would matter on {self.target}"
+            told.append(f"no lower precision is proved and faster beyond the error of its figure, or saves {matters}")
+        return "; ".join(told)
 
+    def _lost(self, candidate: Candidate) -> str:
+        """Say why an arm is not used for what happened in its runs; "" where it was not for that."""
+        outcome, verdict = candidate.outcome, self.verification.verdicts.get(candidate.name)
+        name = self.spoken(candidate).removeprefix("plain ")
+        if not outcome.is_ok:
+            what = "did not train" if outcome.blames_precision else "could not be tried"
+            return f"{name} {what} ({outcome.kind}: {outcome.message[:120]})"
+        if verdict is not None and verdict.kind == "refuted":
+            return f"{name} lost accuracy or did not train ({verdict.reason})"
+        return f"{name} {verdict.reason}" if verdict is not None and verdict.kind == "failed" else ""
 
-def _main_clause(
-    best: Candidate, reference: Candidate, candidates: Sequence[Candidate], verification: Verification, target: str
-) -> str:
-    if best is reference:
-        refuted = [c for c in candidates if _is_refuted(c, verification.verdicts)]
-        why = (
-            f"{_and(refuted)} lost accuracy or did not train"
-            if refuted
-            else "no lower precision saves at least 1 % here"
+    def state_of(self, better: Sequence[Candidate]) -> str:
+        kinds = {self.kind(c) for c in better}
+        if kinds == {"unknown"}:
+            return "is not verified" if len(better) == 1 else "are not verified"
+        reason = next((v.reason for c in better if (v := self._verdict(c)) is not None and v.difference is None), "")
+        return reason or "is not proved within the seeds of this proof"
+
+    def _verdict(self, candidate: Candidate) -> Verdict | None:
+        return self.verification.verdicts.get(candidate.name)
+
+    def why_open(self, better: Sequence[Candidate]) -> str:
+        """Say why nothing is proved, as what it is: no proof, too little learned, an end of its own kind, or noise."""
+        would = f"{self.several(better)} would use less memory or time, but" if better else ""
+        verdicts = [v for c in better if (v := self._verdict(c)) is not None]
+        if not verdicts:
+            return f"{would} nothing is verified yet"
+        if any(v.kind == "insensitive" for v in verdicts):
+            return self.insensitive(verdicts)
+        untested = next((v.reason for v in verdicts if v.difference is None), None)
+        if untested is not None:
+            return f"{would} the proof {_ended(untested)}"
+        return self._too_noisy(would, better, verdicts)
+
+    def insensitive(self, verdicts: Sequence[Verdict]) -> str:
+        found, learned = self.verification, self.verification.learned
+        if learned is None or learned.metric is None:
+            return f"{found.metric.name} at FP32's start weights is no number, so that no gain can be shown"
+        if learned.metric.is_shown:
+            return next(v.reason for v in verdicts if v.kind == "insensitive")
+        gain, sign = learned.metric.interval, 1 if found.metric.higher_is_better else -1
+        start = sign * learned.metric.start
+        moved = f"{start:.4g} at the start weights to {start + sign * gain.mean:.4g}"
+        needed = found.num_steps_needed
+        longer = (
+            f"about {needed} steps would probably do (--proof-steps {needed})"
+            if needed
+            else "whether longer runs would do is not in sight; look at the learning rate and its warm-up"
         )
-        return f"Stay with FP32: {why}"
-    ratios = best.ratios(reference)
-    verdict = verification.verdicts[best.name]
-    lost = f"accuracy within {verification.proof.margin:g} of FP32"
-    if verdict.difference is not None:
-        lost += f" (mean difference {verdict.difference.mean:+.4f}, {verdict.difference.num_values} paired seeds)"
-    name = f"the found policy ({best.name})" if best.is_found else f"plain {_spoken(best.name)}"
-    saved = f"{_times(ratios.memory)} the memory and {_times(ratios.throughput)} the throughput of FP32"
-    return f"Use {name}: {saved} on {target}, {lost}"
+        return (
+            f"FP32 itself learned too little for a proof: in {learned.num_steps} steps its {found.metric.name} went "
+            f"from {moved} (a gain of {max(0.0, gain.low):.3g} is shown, {found.proof.sensitivity:g} margins are "
+            f"needed), and a policy that learns nothing would look as good; {longer}"
+        )
+
+    def _too_noisy(self, would: str, better: Sequence[Candidate], verdicts: Sequence[Verdict]) -> str:
+        found = self.verification
+        margin, provable, needed = found.margin or 0.0, found.provable_margin, found.num_seeds_needed
+        runs = f"{found.num_seeds} seeds of {found.num_steps} steps"
+        noise = "" if found.noise is None else f"; FP32 against itself differs by {found.noise:.3g}"
+        name = found.metric.name
+        if provable is not None and provable < margin:
+            means = ", ".join(f"{v.difference.mean:+.4f}" for v in verdicts if v.difference is not None)
+            return (
+                f"{would} {runs} leave open whether {name} stays within {margin:.3g} of FP32 (mean difference {means});"
+                f" an equal one would have been proved{noise}"
+            )
+        could = "" if provable is None else f" (the smallest margin it could prove is {provable:.3g})"
+        if noise:
+            noise += f", which needs {'more than 1000' if needed is None else f'about {needed}'} seeds"
+        return f"{would} {runs} cannot prove a margin of {margin:.3g} of {name}{could}{noise}"
 
 
-def _times(ratio: Number | None) -> str:
-    return "?x" if ratio is None else f"{ratio.value:.2f}x"
+def _ended(reason: str) -> str:
+    return f"could not be made: {reason}"
 
 
-def _is_refuted(candidate: Candidate, verdicts: Mapping[str, Verdict]) -> bool:
-    verdict = verdicts.get(candidate.name)
-    return not candidate.outcome.is_ok or (verdict is not None and verdict.kind == "refuted")
+def _over(ratio: Number | None, base: Number | None) -> str:
+    """Show a ratio over another arm's; FP32 has none of its own, and is 1."""
+    if ratio is None:
+        return "?x"
+    return f"{ratio.value / (1.0 if base is None else base.value):.2f}x"
 
 
-def _spoken(name: str) -> str:
-    return {AUTOCAST_FP16: "autocast FP16", AUTOCAST_BF16: "autocast BF16"}.get(name, name)
+def _bytes_between(chosen: Candidate, other: Candidate) -> str:
+    own, base = chosen.outcome.peak_memory_bytes, other.outcome.peak_memory_bytes
+    return "" if own is None or base is None else f" ({_size(own.value)} instead of {_size(base.value)})"
 
 
-def _gib(num_bytes: float) -> str:
-    return f"a memory budget of {num_bytes / 2**30:.2f} GiB"
-
-
-def _and(candidates: Sequence[Candidate]) -> str:
-    names = [_spoken(c.name) for c in candidates]
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.1f} MiB"

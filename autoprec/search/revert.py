@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from autoprec.policy import Policy
 from autoprec.search.parameters import Parameters
-from autoprec.search.recommendation import MIN_GAIN, Candidate, Prefer, gain
 from autoprec.search.verification import Verification
+from autoprec.search.worth import Candidate, Prefer, score
 from autoprec.trials.target import TargetFigures
 
 __all__ = ["Reverted", "give_back", "savings"]
 
+MIN_GAIN = 0.01
+"""A step that gains less of memory and time is not worth the runs of its proof."""
 MAX_ATTEMPTS = 4
 """Groups that are tried; each costs the runs of one look."""
 
@@ -68,7 +71,7 @@ def give_back(
         policy = parameters.with_autocast(current.policy, by_name[name])
         candidate, verification = prove(f"{current.name}, {name} given back", policy)
         tried.append((candidate, verification))
-        better = (1 + gain(candidate, reference, prefer)) / (1 + gain(current, reference, prefer))
+        better = math.exp(score(candidate, reference, prefer) - score(current, reference, prefer))
         if verification.verdicts[candidate.name].kind == "proved" and better >= 1 + MIN_GAIN:
             current = candidate
     return Reverted(tuple(tried), None if current is start else current)

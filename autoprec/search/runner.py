@@ -12,7 +12,7 @@ from optuna.trial import Trial
 
 from autoprec.errors import StudyError, TaskError
 from autoprec.policy import Policy
-from autoprec.search.arms import BASELINES, FP32, Arm
+from autoprec.search.arms import FP32, Arm, is_stock
 from autoprec.search.events import Events
 from autoprec.search.lookahead import Measure, measure_ahead, num_parallel
 from autoprec.search.parameters import ParameterValue
@@ -75,8 +75,8 @@ def run_trials(
             repeats = 0 if num_new else repeats + num_asked
     if study.num_finished < n_trials and run.is_over:
         events.note(
-            f"the {timeout_seconds:g} s are over after {study.num_finished} of {n_trials} trials; what was found is"
-            " proved, and the same command goes on where it stopped"
+            f"the time given is over after {study.num_finished} of {n_trials} trials; the same command goes on where it"
+            " stopped"
         )
 
 
@@ -280,7 +280,7 @@ class _Runner:
     def _settings_for(self, asked: _Asked) -> TrialSettings:
         """Let all but the baselines end when they can no longer be feasible."""
         reference = self._study.fp32
-        if asked.label in BASELINES or reference is None:
+        if is_stock(asked.label) or reference is None:
             return self._settings
         return self._settings.model_copy(update={"abort": self._study.limits.abort_rules(reference.outcome)})
 

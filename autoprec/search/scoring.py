@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from autoprec.trials.aborting import AbortRules, training_loss_gap
+from autoprec.trials.aborting import AbortRules, loss_scale, training_loss_gap
 from autoprec.trials.outcome import Outcome
 
 __all__ = ["OBJECTIVES", "Limits", "constraint_values", "objective_values"]
@@ -49,7 +49,7 @@ def constraint_values(outcome: Outcome, fp32: Outcome, limits: Limits) -> dict[s
     gap = 1.0
     if outcome.is_ok and outcome.eval_loss is not None and fp32.eval_loss is not None:
         reference = fp32.eval_loss.value
-        gap = (outcome.eval_loss.value - reference) / max(abs(reference), 1e-3)
+        gap = (outcome.eval_loss.value - reference) / loss_scale(reference, fp32.train_losses)
     return {
         "finite": -1.0 if outcome.is_ok else 1.0,
         "skip_rate": outcome.skip_rate - limits.max_skip_rate,

@@ -1,20 +1,29 @@
-"""The proof: arms trained pairwise with FP32 on unused seeds, longer than a trial, against a margin fixed before."""
+"""The proof: arms trained pairwise with FP32 on unused seeds, longer than a trial, against a margin fixed before.
+
+FP32 is trained first, alone: where it gains too little over its start weights for the margin to mean something, the
+runs are made twice as long, until it does or the limits of the plan are reached. Then the arms join it.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from optuna.study import Study
 
 from autoprec.search.arms import AUTOCAST_BF16, AUTOCAST_FP16, FP32
 from autoprec.search.events import Events
-from autoprec.search.judging import Contender, Verdict, better_but_open, judge, reason_to_stop
-from autoprec.search.lookahead import Measure, measure_ahead
+from autoprec.search.judging import Contender, Verdict, better_but_open, judge, reason_to_stop, told_end
+from autoprec.search.lookahead import Measure, measure_ahead, num_parallel
+from autoprec.search.metric import Metric
 from autoprec.search.proof import Proof
 from autoprec.search.ratios import Ratios, paired_ratios
+from autoprec.search.sensitivity import Sensitivity, steps_needed, what_was_learned
 from autoprec.search.shares import Shares
 from autoprec.search.statistics import num_values_needed
 from autoprec.trials.outcome import Outcome, TrialSettings
@@ -31,15 +40,41 @@ class Verification:
     """Verdicts and runs of a proof.
 
     Attributes:
-        outcomes: arm -> index of the seed -> outcome.
+        outcomes: arm -> index of the seed -> outcome, of the runs of `num_steps`.
         noise: standard deviation of the metric between FP32 and itself, started from weights that `PERTURBATION` moved;
             None where no arm was left open, so that it was not needed.
+        metric: what the arms are compared by.
+        history: what FP32 gained at each length that was tried, the one that the verdicts are of last.
+        why_ended: why runs are missing (the proof's time); "" where none are.
     """
 
     proof: Proof
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
     outcomes: Mapping[str, Mapping[int, Outcome]] = field(default_factory=dict)
     noise: float | None = None
+    metric: Metric = field(default_factory=Metric)
+    history: Sequence[Sensitivity] = ()
+    why_ended: str = ""
+
+    @property
+    def learned(self) -> Sensitivity | None:
+        return self.history[-1] if self.history else None
+
+    @property
+    def num_steps(self) -> int:
+        return self.proof.num_steps if self.learned is None else self.learned.num_steps
+
+    @property
+    def margin(self) -> float | None:
+        """How much worse the metric may be, in its own units; None before FP32's gain is known."""
+        if self.learned is None or self.learned.metric is None:
+            return self.proof.margin
+        return self.learned.metric.margin
+
+    @property
+    def num_steps_needed(self) -> int | None:
+        """Steps in which FP32's gain would probably show; None where that is not in sight."""
+        return None if self.learned is None else self.learned.steps_needed
 
     @property
     def num_seeds(self) -> int:
@@ -58,9 +93,9 @@ class Verification:
     @property
     def num_seeds_needed(self) -> int | None:
         """Seeds with which an arm that equals FP32 would be proved under the noise seen; None where that is unknown."""
-        if self.noise is None:
+        if self.noise is None or not self.margin:
             return None
-        return num_values_needed(self.noise, self.proof.margin, alpha=self.proof.alpha_per_look * self.proof.arm_share)
+        return num_values_needed(self.noise, self.margin, alpha=self.proof.alpha_per_look * self.proof.arm_share)
 
     def ratios(self, name: str) -> Ratios:
         """Return an arm's memory and throughput over FP32's, from the pairs of the proof; nothing for FP32 itself."""
@@ -77,6 +112,7 @@ class StoredRun:
     arm: str
     key: str
     seed_index: int
+    num_steps: int
     outcome: Outcome
 
 
@@ -90,22 +126,24 @@ class RunStore:
         """Return all runs, in the order in which the storage gives them."""
         stored = [value for name, value in self.study.user_attrs.items() if name.startswith(RUN_PREFIX)]
         return [
-            StoredRun(run["arm"], run["policy_key"], run["seed_index"], Outcome(**run["outcome"])) for run in stored
+            StoredRun(run["arm"], run["policy_key"], run["seed_index"], run["num_steps"], Outcome(**run["outcome"]))
+            for run in stored
         ]
 
-    def outcomes(self) -> dict[tuple[str, int], Outcome]:
-        """Return (policy key, seed index) -> outcome."""
-        return {(run.key, run.seed_index): run.outcome for run in self.runs()}
+    def outcomes(self) -> dict[tuple[int, str, int], Outcome]:
+        """Return (steps, policy key, seed index) -> outcome."""
+        return {(run.num_steps, run.key, run.seed_index): run.outcome for run in self.runs()}
 
-    def add(self, contender: Contender, index: int, outcome: Outcome) -> None:
+    def add(self, contender: Contender, index: int, num_steps: int, outcome: Outcome) -> None:
         run = {
             "arm": contender.name,
             "policy_key": contender.key,
             "policy": contender.policy.model_dump(mode="json", exclude_none=True),
             "seed_index": index,
+            "num_steps": num_steps,
             "outcome": outcome.model_dump(mode="json"),
         }
-        self.study.set_user_attr(f"{RUN_PREFIX}{contender.key}:{index}", run)
+        self.study.set_user_attr(f"{RUN_PREFIX}{contender.key}:{num_steps}:{index}", run)
 
 
 def verify(
@@ -117,15 +155,17 @@ def verify(
     store: RunStore,
     shares: Shares,
     order: Sequence[str],
-    resolution: float,
+    metric: Metric,
     events: Events,
     check_reference: Callable[[Outcome], None] | None = None,
+    deadline: float | None = None,
 ) -> Verification:
     """Train the contenders, FP32 among them, until the best that is proved is known or the seeds are used up.
 
-    All contenders of a stage are trained to the first look; after it only open ones that would be used if they were
-    proved. Where such are left at the end, FP32 is run against itself to tell noise from harm. Runs that the store
-    holds are not made again.
+    FP32 alone decides how long the runs are; an arm is trained only at the length at which FP32's gain shows, so that
+    its verdict has one length. All contenders of a stage are trained to the first look; after it only open ones that
+    would be used if they were proved. Where such are left at the end, FP32 is run against itself to tell noise from
+    harm. Runs that the store holds are not made again.
 
     Args:
         shares: hands out the error; the arms in `order` are planned with it.
@@ -133,12 +173,16 @@ def verify(
             get the first look alone.
         check_reference: is given each new outcome of FP32 and raises where nothing can be compared with it; None leaves
             the arms open.
+        deadline: `time.monotonic()` after which no run begins; None for no end.
     """
-    progress = _Progress(measure, proof, trial_settings, store, events, check_reference)
-    verdicts: dict[str, Verdict] = {}
+    runs = _Runs(measure, proof, trial_settings, store, events, check_reference, deadline)
     reference = next(c for c in contenders if c.name == FP32)
-    for stage in _stages(contenders, order):
-        if verdicts and not {c.name for c in stage} & set(better_but_open(order, verdicts)):
+    stages = _stages(contenders, order)
+    history = _lengthen(runs, reference, stages[0], metric=metric)
+    verdicts = {reference.name: Verdict("reference", None, "the reference of the comparison")}
+    stages = stages if history[-1].is_shown else []
+    for stage in stages:
+        if len(verdicts) > 1 and not {c.name for c in stage} & set(better_but_open(order, verdicts)):
             break
         shares.plan(c.key for name in order for c in stage if c.name == name and c is not reference)
         for look, num_seeds in enumerate(proof.looks):
@@ -146,21 +190,66 @@ def verify(
             still_open = [c for c in stage if c is reference or c.name in wanted]
             if look and len(still_open) == 1:
                 break
-            progress.run(still_open, num_seeds, reference)
+            runs.make(still_open, num_seeds, reference)
+            learned = runs.learned(reference, num_seeds, metric)
             turn = shares.in_turn(c.key for c in still_open)
             for contender in sorted(still_open, key=lambda c: turn.index(c.key)):
                 level = shares.level(contender.key)
-                verdict = judge(contender, reference, progress.known, num_seeds, proof, resolution, level=level)
+                known = runs.known
+                verdict = judge(contender, reference, known, num_seeds, proof, metric, learned, level=level)
                 shares.settle(contender.key, verdict)
                 verdicts[contender.name] = verdict
-    if better_but_open(order, verdicts):
-        progress.run([_perturbed(reference)], proof.looks[0], reference)
-    runs = {c.name: progress.of(c) for c in contenders}
-    return Verification(proof, verdicts, runs, _noise(progress, reference))
+    if not stages:
+        untold = _untold(runs, reference, history[-1])
+        verdicts |= {c.name: untold for c in contenders if c is not reference}
+    elif better_but_open(order, verdicts):
+        runs.make([_perturbed(reference)], proof.looks[0], reference)
+    outcomes = {c.name: runs.of(c) for c in contenders}
+    return Verification(proof, verdicts, outcomes, _noise(runs, reference), metric, history, runs.why_ended)
 
 
-class _Progress:
-    """Makes the runs that the store lacks and keeps all of them."""
+def _lengthen(runs: _Runs, reference: Contender, stage: Sequence[Contender], *, metric: Metric) -> list[Sensitivity]:
+    """Train FP32 on the seeds of the first look, each time twice as long, until its gain shows; return what it gained.
+
+    Where time is measured the arms are trained beside it, in turns, so that drift of the machine falls on all alike;
+    elsewhere alone, so that nothing is trained in vain.
+
+    At the longest length the seeds of all looks are tried too: what is hidden by noise shows with more of them. Its
+    gain decides alone, and never the arms': choosing a length where FP32 did well makes an arm harder to prove.
+    """
+    history: list[Sensitivity] = []
+    lengths = list(runs.proof.lengths)
+    beside = stage if runs.measures_time else [reference]
+    for num_steps, longer in itertools.zip_longest(lengths, lengths[1:]):
+        runs.num_steps = num_steps
+        runs.make(beside, runs.proof.looks[0], reference)
+        history.append(runs.learned(reference, runs.proof.looks[0], metric))
+        if history[-1].is_shown or runs.ended(reference) is not None:
+            break
+        if longer is None or not runs.have_time(longer, len(stage)):
+            for num_seeds in runs.proof.looks[1:]:
+                runs.make([reference], num_seeds, reference)
+                history[-1] = runs.learned(reference, num_seeds, metric)
+                if history[-1].is_shown:
+                    break
+            break
+    if not history[-1].is_shown:
+        history[-1] = replace(history[-1], steps_needed=steps_needed(history, runs.proof))
+    return history
+
+
+def _untold(runs: _Runs, reference: Contender, learned: Sensitivity) -> Verdict:
+    """Return the verdict on every arm where FP32 gave nothing to compare it with, so that none was trained."""
+    ended = runs.ended(reference)
+    if ended is not None:
+        return Verdict("open", None, f"FP32 itself {told_end(ended)}"[:500])
+    if runs.why_ended:
+        return Verdict("open", None, runs.why_ended)
+    return Verdict("insensitive", None, f"FP32 itself learned too little in {learned.num_steps} steps for a margin")
+
+
+class _Runs:
+    """Makes the runs of one length that the store lacks, and keeps all of them. `num_steps` is the length of now."""
 
     def __init__(
         self,
@@ -170,44 +259,89 @@ class _Progress:
         store: RunStore,
         events: Events,
         check_reference: Callable[[Outcome], None] | None,
+        deadline: float | None,
     ) -> None:
-        self._measure, self._proof, self._trial_settings = measure, proof, trial_settings
+        self.proof, self.num_steps, self.why_ended = proof, proof.num_steps, ""
+        self._measure, self._trial_settings = measure, trial_settings
         self._store, self._events, self._check_reference = store, events, check_reference
-        self.known = store.outcomes()
+        self._deadline = deadline
+        self._all = store.outcomes()
+
+    @property
+    def measures_time(self) -> bool:
+        return self._trial_settings.device.partition(":")[0] != "cpu"
+
+    @property
+    def known(self) -> dict[tuple[str, int], Outcome]:
+        """(policy key, seed index) -> outcome, of the runs of this length."""
+        return {(key, index): o for (steps, key, index), o in self._all.items() if steps == self.num_steps}
 
     def of(self, contender: Contender) -> dict[int, Outcome]:
         return {index: o for (key, index), o in sorted(self.known.items()) if key == contender.key}
 
-    def run(self, contenders: Sequence[Contender], num_seeds: int, reference: Contender) -> None:
+    def ended(self, contender: Contender) -> Outcome | None:
+        """Return a run that gave no numbers; None where all did."""
+        return next((outcome for outcome in self.of(contender).values() if not outcome.is_ok), None)
+
+    def learned(self, reference: Contender, num_seeds: int, metric: Metric) -> Sensitivity:
+        """Return what FP32 gained on the first seeds."""
+        runs = [outcome for index, outcome in self.of(reference).items() if index < num_seeds]
+        return what_was_learned(runs, self.proof, metric, num_steps=self.num_steps)
+
+    def have_time(self, num_steps: int, num_arms: int) -> bool:
+        """Whether the first look of all arms at that length fits into the proof's time, by what its runs took so far.
+
+        Counted in the seconds that the runs themselves took, which the store keeps, so that a search that goes on
+        decides as one that was never stopped.
+        """
+        made = [(steps, outcome.wall_seconds) for (steps, _, _), outcome in self._all.items()]
+        if any(steps == num_steps for steps, _ in made):
+            return True
+        if not made:
+            return num_steps <= self.proof.max_steps
+        spent = math.fsum(seconds for _, seconds in made) / num_parallel(self._measure)
+        step = statistics.median(seconds / steps for steps, seconds in made)
+        needed = step * num_steps * num_arms * self.proof.looks[0] / num_parallel(self._measure)
+        left = math.inf if self._deadline is None else self._deadline - time.monotonic()
+        return spent + needed <= self.proof.max_seconds and needed <= left
+
+    def make(self, contenders: Sequence[Contender], num_seeds: int, reference: Contender) -> None:
         """Run each contender on the first `num_seeds` seeds, in turns; one that is out on any seed is not run again."""
+        known, steps = self.known, self.num_steps
         needed = [(c, index) for index in range(num_seeds) for c in _rotated(contenders, index, reference)]
-        num_done = sum((c.key, index) in self.known for c, index in needed)
-        self._events.verification_planned(len(needed), num_done, self._proof.num_steps)
-        missing = (pair for pair in needed if (pair[0].key, pair[1]) not in self.known)
+        num_done = sum((c.key, index) in known for c, index in needed)
+        self._events.verification_planned(len(needed), num_done, steps)
+        missing = (pair for pair in needed if (pair[0].key, pair[1]) not in known)
         jobs = (
             ((contender, index), contender.policy, self._settings(contender, index))
             for contender, index in missing
-            if reason_to_stop(contender, self.known, self._proof) is None
+            if self._goes_on() and reason_to_stop(contender, self.known, self.proof) is None
         )
         with closing(measure_ahead(self._measure, jobs)) as results:
             for (contender, index), outcome in results:
                 if self._check_reference is not None and contender.name == FP32:
                     self._check_reference(outcome)
-                self._store.add(contender, index, outcome)
-                self.known[contender.key, index] = outcome
+                self._store.add(contender, index, steps, outcome)
+                self._all[steps, contender.key, index] = outcome
                 self._events.verification_finished(contender.name, index, outcome)
 
+    def _goes_on(self) -> bool:
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self.why_ended = "the time given is over"
+        return not self.why_ended
+
     def _settings(self, contender: Contender, index: int) -> TrialSettings:
-        settings = self._proof.settings(self._trial_settings, index)
-        return settings.model_copy(update={"perturbation": contender.perturbation})
+        settings = self.proof.settings(self._trial_settings, index, self.num_steps)
+        update = {"perturbation": contender.perturbation, "measure_start": contender.name == FP32}
+        return settings.model_copy(update=update)
 
 
 def _perturbed(reference: Contender) -> Contender:
     return Contender("fp32 again", reference.policy, f"{reference.key}:perturbed", PERTURBATION)
 
 
-def _noise(progress: _Progress, reference: Contender) -> float | None:
-    again, first = progress.of(_perturbed(reference)), progress.of(reference)
+def _noise(runs: _Runs, reference: Contender) -> float | None:
+    again, first = runs.of(_perturbed(reference)), runs.of(reference)
     differences = [
         again[index].accuracy.value - first[index].accuracy.value  # type: ignore[union-attr]
         for index in again.keys() & first.keys()

@@ -8,7 +8,7 @@ from autoprec.errors import UsageError
 from autoprec.search.anchors import AnchoredMeasure
 from autoprec.search.events import Events
 from autoprec.search.lookahead import Measure
-from autoprec.search.pipeline import open_search, present
+from autoprec.search.pipeline import open_search, present, with_lessons
 from autoprec.search.plan import SearchPlan
 from autoprec.search.profiling import learn
 from autoprec.search.runner import run_trials
@@ -51,7 +51,9 @@ def run_worker(plan: SearchPlan, measure: Measure, *, n_trials: int | None = Non
             if n_trials is not None:
                 set_total(presence.study, n_trials)
             own = AnchoredMeasure(measure, events) if plan.target_is_here else measure
-            study = open_search(plan, storage, learn(plan, measure, events, presence), presence)
+            lessons = learn(plan, measure, events, presence)
+            plan = with_lessons(plan, lessons)
+            study = open_search(plan, storage, lessons, presence)
             events.resumed(study.records)
             ends = None if (seconds := plan.settings.timeout_seconds) is None else time.monotonic() + seconds
             done = -1

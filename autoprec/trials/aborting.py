@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["AbortRules", "training_loss_gap"]
+__all__ = ["AbortRules", "loss_scale", "training_loss_gap"]
 
 LOSS_STEPS = 20
 """Before so many steps the training loss says too little: some are skipped, and the rate may still be warming up."""
@@ -51,4 +51,13 @@ def training_loss_gap(losses: Sequence[float], reference: Sequence[float]) -> fl
     if end < LOSS_WINDOW or len(reference) < end:
         return None
     own, other = (math.fsum(values[end - LOSS_WINDOW : end]) / LOSS_WINDOW for values in (losses, reference))
-    return (own - other) / max(abs(other), 1e-3)
+    return (own - other) / loss_scale(other, reference)
+
+
+def loss_scale(loss: float, reference: Sequence[float]) -> float:
+    """Return the size that a difference of losses is told in: the loss, or a thousandth of the largest before it.
+
+    A loss that has come near 0 makes any difference look large; one that is small throughout (of units of 1e-7) is not
+    near 0.
+    """
+    return max(abs(loss), 1e-3 * max(map(abs, reference), default=0.0)) or 1.0

@@ -108,6 +108,8 @@ class Outcome(BaseModel):
     throughput_samples_per_second: Number | None = None
     throughput_tokens_per_second: Number | None = None
     """Where the task counts tokens."""
+    launch_share: float | None = None
+    """Of the predicted step, what the host's launches take; near 1 no precision makes it faster."""
     autocast_here: Number | None = None
     """Samples per second of stock autocast on the same device, timed shortly before; of trials of a worker."""
     throughput_over_autocast: float | None = None

@@ -92,6 +92,7 @@ def _with_target(outcome: Outcome, task: Task, policy: Policy, settings: TrialSe
             "throughput_samples_per_second": figures.throughput_samples_per_second,
             "throughput_tokens_per_second": figures.throughput_tokens_per_second,
             "memory_by_category": figures.memory_by_category,
+            "launch_share": figures.launch_share,
             "notes": [*outcome.notes, *figures.notes],
         }
     )

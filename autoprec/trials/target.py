@@ -48,6 +48,7 @@ class TargetFigures:
     throughput_samples_per_second: Number
     throughput_tokens_per_second: Number | None = None
     memory_by_category: dict[str, float] = field(default_factory=dict)
+    launch_share: float | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -80,6 +81,7 @@ def estimate_figures(task: Task, policy: Policy, settings: TrialSettings) -> Tar
         throughput_samples_per_second=throughput,
         throughput_tokens_per_second=_per_token(task, throughput),
         memory_by_category={name: float(size) for name, size in estimate.by_category.items()},
+        launch_share=estimate.launch_share,
         notes=(*estimate.notes, *([f"throughput: {size} times that of one GPU, no exchange counted"] * (size > 1))),
     )
 

@@ -13,7 +13,8 @@ from autoprec.search.arms import BASELINES
 from autoprec.search.front import build_front
 from autoprec.search.judging import Contender, Verdict
 from autoprec.search.proof import Proof
-from autoprec.search.recommendation import Candidate, Choice
+from autoprec.search.recommendation import Choice
+from autoprec.search.worth import Candidate
 from autoprec.search.scoring import OBJECTIVES
 from autoprec.search.statistics import Interval
 from autoprec.search.storage import open_storage, sqlite_url

@@ -15,7 +15,7 @@ from autoprec.report.front import front_table
 from autoprec.search.export import rechosen_policy
 from autoprec.search.front import Front, read_front
 from autoprec.search.pipeline import SearchResult, run_search
-from autoprec.search.recommendation import PREFERENCES
+from autoprec.search.worth import PREFERENCES
 from autoprec.trials.outcome import Outcome, TrialSettings
 
 

@@ -34,18 +34,18 @@ def test_fp32_the_policy_and_plain_autocast_run_in_turns_on_seeds_that_no_search
     assert len(measure.order) == 3 * 4
     assert proof.arms["policy"].memory_ratio is not None
     assert proof.arms["policy"].memory_ratio.kind == "computed"
-    assert proof.sentence.startswith("Proved: accuracy within 0.05 of FP32")
+    assert proof.sentence.startswith("Proved: score not worse than FP32's by more than 0.0799 (difference ")
 
 
 def test_a_policy_that_is_worse_by_twice_the_margin_is_refuted(tmp_path: Path) -> None:
     measure = FakeMeasure(noise=0.001, effect=lambda p: -0.1 if p == HAND_WRITTEN else 0.0)
     proof = prove(tmp_path, measure=measure)
     assert proof.is_worse
-    assert proof.sentence.startswith("Worse: worse than FP32 by more than 0.05")
+    assert proof.sentence.startswith("Worse: score worse than FP32's by more than 0.0")
 
 
 def test_noise_above_the_margin_is_open_and_says_how_many_seeds_would_do(tmp_path: Path) -> None:
-    proof = prove(tmp_path, measure=FakeMeasure(noise=0.3))
+    proof = prove(tmp_path, measure=FakeMeasure(noise=0.3), margin=0.05)
     assert (proof.is_proved, proof.is_worse) == (False, False)
     assert proof.verification.noise is not None
     assert f"about {proof.verification.num_seeds_needed} seeds would do" in proof.sentence

@@ -15,7 +15,7 @@ from autoprec.search.parameters import Parameters
 from autoprec.search.pipeline import run_search
 from autoprec.search.proof import Proof
 from autoprec.search.ratios import paired_ratios
-from autoprec.search.recommendation import Candidate
+from autoprec.search.worth import Candidate
 from autoprec.search.revert import give_back, savings
 from autoprec.search.verification import Verification
 from autoprec.trials.outcome import Outcome, TrialSettings

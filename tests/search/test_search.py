@@ -234,7 +234,12 @@ def test_when_nothing_low_survives_fp32_is_recommended(tmp_path: Path) -> None:
 
 def test_where_precision_changes_nothing_fp32_stays(tmp_path: Path) -> None:
     result = run(tmp_path, FakeMeasure(noise=0.001, savings=False), n_trials=8)
-    assert result.choice.kind == "fp32"
+    assert (result.choice.kind, result.choice.name) == ("autocast", "autocast bf16")
+    assert result.choice.sentence.startswith(
+        "Keep plain autocast BF16: 1.00x the memory and 1.00x the throughput of FP32"
+    )
+    against_fp32 = run(tmp_path / "fp32", FakeMeasure(noise=0.001, savings=False), n_trials=8, compare="fp32")
+    assert against_fp32.choice.kind == "fp32"
 
 
 def test_where_all_finalists_are_refuted_the_next_best_are_proved(
@@ -290,7 +295,7 @@ def test_noise_above_the_margin_is_inconclusive_and_writes_fp32(tmp_path: Path) 
 def test_other_settings_are_another_study_and_an_explicit_name_with_them_is_refused(tmp_path: Path) -> None:
     first = run(tmp_path, n_trials=6, study_name="mine")
     assert tiny_plan(tmp_path).study_name != tiny_plan(tmp_path, proof=Proof(margin=0.02)).study_name
-    with pytest.raises(UsageError, match=r"proof.margin was 0.05, now 0.02"):
+    with pytest.raises(UsageError, match=r"proof.margin was absent, now 0.02"):
         run(tmp_path, n_trials=6, study_name="mine", proof=Proof(margin=0.02))
     assert first.folder == tmp_path
 
@@ -332,7 +337,10 @@ def test_the_policy_file_applies_to_the_model_and_carries_its_evidence(searched:
     assert set(policy.evidence.arms) >= {"fp32", "autocast fp16", "autocast bf16"}
     assert policy.evidence.units["norm"].precision == "fp16"
     assert policy.evidence.verification is not None
-    assert policy.evidence.verification.margin == 0.05
+    verification = policy.evidence.verification
+    assert verification.max_lost_share == 0.1
+    assert verification.margin == pytest.approx(0.1 * verification.gain)
+    assert verification.sensitive
     assert policy.recommendation is not None
     assert policy.recommendation.provisional
     assert policy.provenance is not None
@@ -365,7 +373,7 @@ def test_a_task_with_no_batches_is_an_error_before_any_trial(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_after_the_time_no_new_trial_begins_and_what_was_found_is_proved(tmp_path: Path) -> None:
+def test_after_the_time_no_new_trial_begins_and_the_proof_that_had_no_time_is_told_as_that(tmp_path: Path) -> None:
     class Notes(Events):
         def __init__(self) -> None:
             self.notes: list[str] = []
@@ -378,7 +386,10 @@ def test_after_the_time_no_new_trial_begins_and_what_was_found_is_proved(tmp_pat
     result = run_search(plan, FakeMeasure(noise=0.001), events=events)
     assert [record.arm for record in result.records] == ["fp32", "autocast fp16", "autocast bf16"]
     assert result.verification.verdicts["fp32"].kind == "reference"
-    assert any("the 1e-06 s are over after 3 of 9 trials; what was found is proved" in note for note in events.notes)
+    assert any("the time given is over after 3 of 9 trials" in note for note in events.notes)
+    assert result.verification.verdicts["autocast bf16"].kind == "open"
+    assert "the proof could not be made: the time given is over" in result.choice.sentence
+    assert result.choice.kind == "inconclusive"
     assert len(run(tmp_path, n_trials=9).records) >= 9
 
 

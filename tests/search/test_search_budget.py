@@ -15,7 +15,7 @@ from autoprec.search import budget
 from autoprec.search.budget import fit_batch
 from autoprec.search.front import read_front
 from autoprec.search.pipeline import run_search
-from autoprec.search.recommendation import Candidate
+from autoprec.search.worth import Candidate
 from autoprec.trials.outcome import Outcome
 
 FIXED, PER_SAMPLE = 100.0, 10.0

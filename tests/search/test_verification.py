@@ -15,9 +15,12 @@ from autoprec.search.arms import BASELINES
 from autoprec.search.events import Events
 from autoprec.search.judging import Contender, judge
 from autoprec.search.lookahead import Measure
+from autoprec.search.metric import Metric
 from autoprec.search.proof import FIRST_SEED, Proof, build_proof
 from autoprec.search.scoring import OBJECTIVES
+from autoprec.search.sensitivity import Gain, Sensitivity
 from autoprec.search.shares import Shares
+from autoprec.search.statistics import Interval
 from autoprec.search.verification import PERTURBATION, RunStore, Verification, verify
 from autoprec.trials.outcome import Headroom, Outcome, TrialSettings
 
@@ -45,19 +48,24 @@ ORDER = ["trial 7", "autocast fp16", "fp32"]
 
 
 def prove(
-    path: Path, measure: Measure, contenders: list[Contender] = CONTENDERS, order: list[str] = ORDER
+    path: Path,
+    measure: Measure,
+    contenders: list[Contender] = CONTENDERS,
+    order: list[str] = ORDER,
+    device: str = "cpu",
+    proof: Proof = PROOF,
 ) -> Verification:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     store = open_store(path)
     return verify(
         contenders,
         measure,
-        proof=PROOF,
-        trial_settings=TrialSettings(seed=5),
+        proof=proof,
+        trial_settings=TrialSettings(seed=5, device=device),
         store=store,
-        shares=Shares(PROOF, store.study),
+        shares=Shares(proof, store.study),
         order=[name for name in order if name in [c.name for c in contenders]],
-        resolution=0.0,
+        metric=Metric(),
         events=Events(),
     )
 
@@ -106,7 +114,7 @@ def test_fp32_against_itself_measures_the_noise_and_says_how_many_seeds_it_needs
     assert seen.count(PERTURBATION) == 3
     assert seen.count(0.0) == 18
     values = [found.outcomes["fp32"][i].accuracy for i in range(3)]
-    again = [o for (key, _), o in sorted(open_store(tmp_path).outcomes().items()) if key.endswith("perturbed")]
+    again = [o for (_, key, _), o in sorted(open_store(tmp_path).outcomes().items()) if key.endswith("perturbed")]
     differences = [b.accuracy.value - a.value for a, b in zip(values, again, strict=True)]  # type: ignore[union-attr]
     assert found.noise == pytest.approx(np.std(differences, ddof=1))
     needed = found.num_seeds_needed
@@ -144,7 +152,7 @@ def test_an_arm_that_comes_near_the_end_of_fp16_is_refuted_though_its_accuracy_i
     assert verdicts["trial 7"].kind == "refuted"
     assert "17,000 in module 'blocks.1.conv'" in verdicts["trial 7"].reason
     assert verdicts["autocast fp16"].kind == "proved"
-    stored = [key for key, _ in open_store(tmp_path).outcomes()]
+    stored = [key for _, key, _ in open_store(tmp_path).outcomes()]
     assert (stored.count("a"), stored.count("b"), stored.count("c")) == (3, 3, 1)  # one look at it was enough
 
 
@@ -166,7 +174,7 @@ def test_an_arm_that_is_worse_by_just_the_margin_is_proved_at_any_look_at_most_a
         known = {("x", i): accuracy(0.9 + float(value)) for i, value in enumerate(values)}
         known |= {("a", i): accuracy(0.9) for i in range(looks[-1])}
         arm, level = Contender("x", FOUND, "x"), proof.alpha_per_look
-        verdicts = [judge(arm, CONTENDERS[0], known, n, proof, 0.0, level=level).kind for n in looks]
+        verdicts = [judge(arm, CONTENDERS[0], known, n, proof, Metric(), LEARNED, level=level).kind for n in looks]
         num_proved += "proved" in verdicts
     share = num_proved / num_studies
     assert share <= 0.05 + 3 * (0.05 * 0.95 / num_studies) ** 0.5
@@ -188,6 +196,9 @@ def test_an_arm_behind_one_that_is_open_has_less_of_the_error_and_one_that_diver
     alone = prove(tmp_path / "b", diverges).verdicts["autocast fp16"].difference
     assert alone is not None
     assert alone.half_width == pytest.approx(stdtrit(2, 1 - 0.025 * 0.8) * error)
+
+
+LEARNED = Sensitivity(40, Gain(Interval(8, 0.8, 0.01), 0.1, 0.02, True))
 
 
 def accuracy(value: float) -> Outcome:
@@ -246,9 +257,9 @@ def test_fp32_alone_needs_one_look(tmp_path: Path) -> None:
     assert len(measure.order) == 3
 
 
-def test_the_order_of_arms_turns_from_seed_to_seed_after_fp32(tmp_path: Path) -> None:
+def test_where_time_is_measured_the_arms_run_beside_fp32_in_another_order_on_each_seed(tmp_path: Path) -> None:
     measure = FakeMeasure(noise=0.001)
-    prove(tmp_path, measure)
+    prove(tmp_path, measure, device="cuda")
     texts = {c.policy.to_json(): c.name for c in CONTENDERS}
     assert [texts[text] for text, _ in measure.order[:6]] == [
         "fp32",

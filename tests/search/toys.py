@@ -65,8 +65,11 @@ def tiny_task(**changes: object) -> Task:
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
+    def share_correct(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return (model(batch[0]).argmax(1) == batch[1]).float().mean()
+
     settings = {"name": "tiny", "model": TinyNet, "train_batches": batches, "eval_batches": batches, "loss": loss}
-    return Task(**{**settings, **changes})
+    return Task(**{**settings, "metric": share_correct, "metric_name": "score", **changes})
 
 
 class FakeMeasure:
@@ -108,6 +111,8 @@ class FakeMeasure:
             throughput_samples_per_second=Number(value=1e3 / (1 - saved), kind="predicted"),
             accuracy=Number(value=accuracy, kind="emulated"),
             eval_loss=Number(value=loss, kind="emulated"),
+            start_accuracy=Number(value=0.1, kind="measured") if settings.measure_start else None,
+            start_eval_loss=Number(value=4.0, kind="measured") if settings.measure_start else None,
             num_steps_taken=28,
             wall_seconds=0.01,
             step_seconds_here=0.001,

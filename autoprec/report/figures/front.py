@@ -8,6 +8,7 @@ from autoprec.report.figures.style import SERIES, arm_colours, byte_unit, named,
 from autoprec.report.quantities import show_bytes, show_throughput
 from autoprec.report.saved_search import SavedSearch, SavedTrial
 from autoprec.search.arms import BASELINES
+from autoprec.search.metric import Metric
 
 __all__ = ["accuracy_by_memory", "accuracy_by_throughput", "proof_differences"]
 
@@ -48,14 +49,34 @@ def _trials(search: SavedSearch, field: str, *, scale: float, title: str) -> go.
     }
     for name, trials in groups.items():
         symbol, colour = looks[name]
-        _add(figure, trials, field, scale, name=name, symbol=symbol, colour=colour, size=10)
+        _add(figure, trials, field, scale, search.front.metric, name=name, symbol=symbol, colour=colour, size=10)
     colours = arm_colours(BASELINES)
     for trial in (t for t in shown if t.arm in BASELINES):
-        _add(figure, [trial], field, scale, name=trial.arm, symbol="diamond", colour=colours[trial.arm], size=13)
+        _add(
+            figure,
+            [trial],
+            field,
+            scale,
+            search.front.metric,
+            name=trial.arm,
+            symbol="diamond",
+            colour=colours[trial.arm],
+            size=13,
+        )
     recommended = [t for t in shown if t.label == search.front.recommended]
-    _add(figure, recommended, field, scale, name="recommended", symbol="circle-open", colour=SERIES[2], size=22)
+    _add(
+        figure,
+        recommended,
+        field,
+        scale,
+        search.front.metric,
+        name="recommended",
+        symbol="circle-open",
+        colour=SERIES[2],
+        size=22,
+    )
     figure.update_xaxes(title=title, rangemode="normal")
-    figure.update_yaxes(title="accuracy of the trial")
+    figure.update_yaxes(title=named(f"{search.front.metric.name} of the trial"))
     return figure
 
 
@@ -64,6 +85,7 @@ def _add(
     trials: list[SavedTrial],
     field: str,
     scale: float,
+    metric: Metric,
     *,
     name: str,
     symbol: str,
@@ -75,23 +97,22 @@ def _add(
         return
     figure.add_scatter(
         x=[getattr(t.outcome, field).value / scale for t in points],
-        y=[t.outcome.accuracy.value for t in points],  # type: ignore[union-attr]
+        y=[metric.own(t.outcome.accuracy).value for t in points],  # type: ignore[union-attr,arg-type]
         mode="markers",
         name=named(name),
-        text=[_hover(t) for t in points],
+        text=[_hover(t, metric) for t in points],
         hovertemplate="%{text}<extra></extra>",
         marker={"symbol": symbol, "size": size, "color": colour, "line": {"width": 2, "color": colour}},
     )
 
 
-def _hover(trial: SavedTrial) -> str:
+def _hover(trial: SavedTrial, metric: Metric) -> str:
     outcome = trial.outcome
     assert outcome is not None
     assert outcome.accuracy is not None
     memory, speed = show_bytes(outcome.peak_memory_bytes), show_throughput(outcome.throughput_samples_per_second)
-    return (
-        f"{named(trial.label)}<br>{memory}, {speed}<br>accuracy {outcome.accuracy.value:.4f} ({outcome.accuracy.kind})"
-    )
+    own = metric.own(outcome.accuracy)
+    return f"{named(trial.label)}<br>{memory}, {speed}<br>{named(metric.name)} {own.value:.4f} ({own.kind})"
 
 
 def proof_differences(search: SavedSearch) -> go.Figure | None:
@@ -120,9 +141,11 @@ def proof_differences(search: SavedSearch) -> go.Figure | None:
         ],
         hovertemplate="%{text}<extra></extra>",
     )
-    margin = search.front.proof.margin
-    figure.add_vline(x=-margin, line={"dash": "dash", "color": SERIES[1]}, annotation_text=f"margin -{margin:g}")
+    margin = search.front.margin
+    if margin is not None:
+        text = f"margin -{margin:.3g}"
+        figure.add_vline(x=-margin, line={"dash": "dash", "color": SERIES[1]}, annotation_text=text)
     figure.add_vline(x=0, line={"width": 1, "color": "#888"})
-    figure.update_xaxes(title="difference of the metric to FP32, paired seeds")
+    figure.update_xaxes(title="difference of the metric to FP32, paired seeds; right is better")
     figure.update_yaxes(autorange="reversed")
     return figure
