@@ -73,9 +73,11 @@ class SavedSearch:
     @cached_property
     def outcomes(self) -> dict[str, Outcome]:
         """The trial of each member of the front, or the first run of its proof where it had none."""
-        found = {trial.label: trial.outcome for trial in self.trials if trial.was_run and trial.outcome is not None}
+        found = {trial.number: trial.outcome for trial in self.trials if trial.was_run and trial.outcome is not None}
         named = {
-            m.name: found.get(m.name) or next(iter(self.runs.get(m.name, {}).values()), None) for m in self.members
+            m.name: (None if m.trial is None else found.get(m.trial))
+            or next(iter(self.runs.get(m.name, {}).values()), None)
+            for m in self.members
         }
         return {name: outcome for name, outcome in named.items() if outcome is not None}
 
@@ -160,6 +162,8 @@ def _saved(trial: FrozenTrial) -> SavedTrial:
 
 def _runs(study: Study) -> dict[str, dict[int, Outcome]]:
     found: dict[str, dict[int, Outcome]] = {FP32: {}}
-    for run in RunStore(study).runs():
+    runs = RunStore(study).runs()
+    longest = max((run.num_steps for run in runs), default=0)  # the length that the verdicts are of
+    for run in (run for run in runs if run.num_steps == longest):
         found.setdefault(run.arm, {})[run.seed_index] = run.outcome
     return {arm: dict(sorted(runs.items())) for arm, runs in found.items() if runs}

@@ -174,10 +174,11 @@ def _unit_evidence(plan: SearchPlan, choice: Choice, lessons: Lessons) -> dict[s
     """Say for each unit of the decisions which precision it has and what decided it, with the profile's figures."""
     scale = choice.policy.grad_scaler.init_scale if choice.policy.grad_scaler else GradScalerSettings().init_scale
     found: dict[str, UnitEvidence] = {}
+    precisions, _ = resolve_precisions(choice.policy, parents_of([*plan.model.modules, *_units(plan)]))
     for decision in plan.decisions:
         refused = "; ".join(f"{name}: {reason}" for name, reason in decision.reasons.items())
         for name in decision.units:
-            precision = choice.policy.modules.get(name, choice.policy.default)
+            precision = precisions[name]
             why = (
                 f"decision {decision.name}, {choice.name}" if choice.kind == "policy" else f"recommended: {choice.name}"
             )
@@ -187,6 +188,10 @@ def _unit_evidence(plan: SearchPlan, choice: Choice, lessons: Lessons) -> dict[s
             figures = {} if lessons.profile is None else unit_figures(lessons.profile, name, precision, scale)
             found[name] = UnitEvidence(precision=precision, reason=reason[:2_000], **figures)
     return found
+
+
+def _units(plan: SearchPlan) -> list[str]:
+    return [name for decision in plan.decisions for name in decision.units]
 
 
 def build_provenance(

@@ -262,8 +262,8 @@ def build_front(
         front=[
             Member(
                 name=c.name,
-                trial=trials.get(c.name),
-                on_front=c.name in on_front,
+                trial=trials.get(c.trial or c.name),
+                on_front=(c.trial or c.name) in on_front,
                 outcome=c.outcome.kind,
                 numbers=_numbers(c.outcome) | dict(means.get(c.name, {})),
                 ratios=_named(c.ratios(reference)),
@@ -309,7 +309,7 @@ def _numbers(outcome: Outcome) -> dict[str, Number]:
 
 def _trial_accuracy(candidate: Candidate, trials: Mapping[str, int], metric: Metric) -> Number | None:
     found = candidate.outcome.accuracy
-    return None if found is None or candidate.name not in trials else metric.own(found)
+    return None if found is None or (candidate.trial or candidate.name) not in trials else metric.own(found)
 
 
 def _named(ratios: Ratios) -> dict[str, Number]:

@@ -113,6 +113,13 @@ class Parameters:
         }
         return policy.replace(modules=modules | changed)
 
+    def with_precisions(self, policy: Policy, precisions: Mapping[str, Precision]) -> Policy:
+        """Return the policy with rules by name alone, for the units whose precision they do not inherit."""
+        kept = {name: choice for name, choice in policy.modules.items() if name in self.fp32_code}
+        units = {name: precisions[name] for decision in self.decisions for name in decision.units}
+        changed = {name: choice for name, choice in units.items() if choice != self._inherited(name, policy.default)}
+        return policy.replace(modules=kept | changed)
+
     def owner_of(self, module: str) -> str | None:
         """Return the parameter that decides a module, itself or as a part of a unit; None where none does."""
         owners = {unit: decision.parameter for decision in self.free_decisions for unit in decision.units}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from optuna.study import Study
 
 from autoprec.errors import PrecisionWarning, UsageError
 from autoprec.estimates.gpus import gpu_by_name
-from autoprec.policy import Policy, Recommendation, load_policy, remove_unfinished, write_atomically
+from autoprec.policy import Number, Policy, Recommendation, load_policy, remove_unfinished, write_atomically
 from autoprec.search.anchors import drifted_workers
 from autoprec.search.arms import FP32, scaled_autocast
 from autoprec.search.budget import largest_batches
@@ -33,6 +33,7 @@ from autoprec.search.plan import MAX_FINALISTS, SearchPlan, SearchSettings, prep
 from autoprec.search.presence import Presence, Role
 from autoprec.search.profiling import Lessons, learn
 from autoprec.search.proof import build_proof
+from autoprec.search.ratios import outcome_ratios
 from autoprec.search.recommendation import Choice, choose, order_of
 from autoprec.search.revert import give_back, savings
 from autoprec.search.runner import run_trials
@@ -40,6 +41,7 @@ from autoprec.search.samplers import build_sampler, quiet_optuna
 from autoprec.search.scoring import OBJECTIVES
 from autoprec.search.shares import Shares
 from autoprec.search.sharing import require_one_machine, set_total
+from autoprec.search.simplest import described, explicit, with_globs, without_idle_rules
 from autoprec.search.storage import opened_alone, sqlite_url
 from autoprec.search.study import SearchStudy, TrialRecord, load_or_create, open_study
 from autoprec.search.verification import RunStore, Verification, verify
@@ -53,6 +55,9 @@ from autoprec.trials.target import TargetFigures, estimate_figures
 __all__ = ["SearchResult", "open_search", "run_search", "search_policy", "with_lessons", "with_ratios"]
 
 SAVINGS_PREFIX = "autoprec:savings:"
+FIGURES_PREFIX = "autoprec:figures:"
+MAX_LOST = 5e-3
+"""Share of memory or time that the shortest form of a policy may cost."""
 MAX_ROUNDS = 3
 """Sets of finalists that are proved, one after the other, while all of a set, or what they had to beat, are refuted."""
 
@@ -204,12 +209,12 @@ def run_search(plan: SearchPlan, measure: Measure, *, events: Events | None = No
             )
             for told in drifted_workers(study.records):
                 events.note(told)
-            candidates = candidates_of(study, plan)
+            candidates = candidates_of(study, plan, lessons)
             if not plan.settings.is_quick:
-                candidates, verification = _prove(plan, study, measure, events, deadline)
+                candidates, verification = _prove(plan, study, lessons, measure, events, deadline)
         except KeyboardInterrupt:
             if study.fp32 is not None:
-                _finish(plan, study, candidates_of(study, plan), verification, lessons)
+                _finish(plan, study, candidates_of(study, plan, lessons), verification, lessons)
                 events.note(f"the best so far is written: {plan.folder / 'policy.json'}")
             raise
         return _finish(plan, study, candidates, verification, lessons)
@@ -282,8 +287,10 @@ def _check_folder(plan: SearchPlan) -> None:
         raise UsageError(f"the output folder holds the policy of {other}; give another -o")
 
 
-def candidates_of(study: SearchStudy, plan: SearchPlan, refuted: Sequence[Candidate] = ()) -> list[Candidate]:
-    """Return the baselines, then the found policies that are better than each of them by their own numbers.
+def candidates_of(
+    study: SearchStudy, plan: SearchPlan, lessons: Lessons, refuted: Sequence[Candidate] = ()
+) -> list[Candidate]:
+    """Return the baselines, then the found policies, in their shortest form, that are better than each of them.
 
     At most `MAX_FINALISTS` for the preference that was asked for and the best for each other one, so that a choice can
     be made again. Found policies that a proof has `refuted` stand beside them, and baselines that it has refuted are no
@@ -300,7 +307,44 @@ def candidates_of(study: SearchStudy, plan: SearchPlan, refuted: Sequence[Candid
     finalists = _finalists(standing, found, settings.prefer, plan.worth)[:MAX_FINALISTS]
     for other in PREFERENCES:
         finalists += [c for c in _finalists(standing, found, other, plan.worth)[:1] if c not in finalists]
-    return [*baselines, *(c for c in refuted if c.is_found), *finalists]
+    taken = {c.key for c in (*baselines, *refuted)}
+    short = [_shortest(c, plan, study, lessons, taken) for c in finalists]
+    unique = {c.key: c for c in reversed(short) if c.key not in taken}
+    return [*baselines, *(c for c in refuted if c.is_found), *reversed(unique.values())]
+
+
+def _shortest(
+    candidate: Candidate, plan: SearchPlan, study: SearchStudy, lessons: Lessons, taken: Collection[str]
+) -> Candidate:
+    """Bring a found policy to its shortest form, under the name of what it does, with that form's own figures.
+
+    Where that form was refuted, or needs more memory or time than the trial, only its rules are written shorter.
+    """
+    parameters, names = plan.parameters, plan.model.modules
+    plain = explicit(candidate.policy, parameters, names)
+    short = without_idle_rules(plain, parameters, lessons.profile, lessons.reasons)
+    key, outcome = parameters.key(short), candidate.outcome
+    if key != candidate.key and not plan.target_is_here:
+        outcome = candidate.outcome.model_copy(update=_figures(plan, study, short, key))
+    ratios = outcome_ratios(outcome, candidate.outcome)
+    more, slower = (1.0 if ratio is None else ratio.value for ratio in (ratios.memory, ratios.throughput))
+    if key in taken or more > 1 + MAX_LOST or slower < 1 - MAX_LOST:
+        short, key, outcome = plain, candidate.key, candidate.outcome
+    written = with_globs(short, names)
+    return Candidate(described(written), written, key, outcome, trial=candidate.name)
+
+
+def _figures(plan: SearchPlan, study: SearchStudy, policy: Policy, key: str) -> dict[str, Number]:
+    """Return computed memory and predicted throughput of a policy that no trial ran; kept in the study."""
+    attribute = f"{FIGURES_PREFIX}{key}"
+    known = study.study.user_attrs.get(attribute)
+    if known is None:
+        with isolated():
+            found = estimate_figures(plan.task, policy, plan.trial)
+        numbers = {name: getattr(found, name) for name in OBJECTIVES if hasattr(found, name)}
+        known = {name: number.model_dump(mode="json") for name, number in numbers.items()}
+        study.study.set_user_attr(attribute, known)
+    return {name: Number(**number) for name, number in known.items()}
 
 
 def _finalists(
@@ -326,13 +370,18 @@ def _candidate(record: TrialRecord) -> Candidate:
 
 
 def _prove(
-    plan: SearchPlan, study: SearchStudy, measure: Measure, events: Events, deadline: float | None
+    plan: SearchPlan,
+    study: SearchStudy,
+    lessons: Lessons,
+    measure: Measure,
+    events: Events,
+    deadline: float | None,
 ) -> tuple[list[Candidate], Verification]:
     """Return the arms of the proof, with what the revert pass added, and their verification."""
     prove = _Prover(plan, study, measure, events, deadline)
     refuted: list[Candidate] = []
     for _ in range(MAX_ROUNDS):
-        candidates = candidates_of(study, plan, refuted)
+        candidates = candidates_of(study, plan, lessons, refuted)
         order = order_of(candidates, plan.settings.prefer, plan.worth, plan.settings.memory_budget_bytes)
         verification = prove([c for c in candidates if c.outcome.is_ok], order)
         num_before = len(refuted)
@@ -392,6 +441,8 @@ def _revert(
         return candidates, verification
     by_name = {c.name: c for c in candidates}
     winner, reference = by_name[choice.name], by_name[FP32]
+    names = plan.model.modules
+    winner = replace(winner, policy=explicit(winner.policy, study.parameters, names))
 
     def prove(name: str, policy: Policy) -> tuple[Candidate, Verification]:
         arm = Candidate(name, policy, study.parameters.key(policy), reference.outcome)
@@ -407,7 +458,8 @@ def _revert(
         prefer=plan.settings.prefer,
         prove=prove,
     )
-    for arm, found in reverted.tried:
+    for tried, found in reverted.tried:
+        arm = replace(tried, policy=with_globs(tried.policy, names))
         candidates = [*candidates, arm]
         verification = replace(
             verification,
@@ -456,8 +508,8 @@ def _finish(
     policy = exported_policy(plan, choice, candidates, verification, lessons)
     records = study.records
     front = study.front()
-    arms = {c.name for c in candidates}
-    members = [*candidates, *(_candidate(record) for record in front if record.label not in arms)]
+    shown = {c.trial or c.name for c in candidates}
+    members = [*candidates, *(_candidate(record) for record in front if record.label not in shown)]
     budget = plan.settings.memory_budget_bytes
     document = build_front(
         members,

@@ -42,7 +42,8 @@ def as_preference(name: str) -> Prefer:
 class Candidate:
     """An arm with the outcome that gives its memory and throughput.
 
-    `paired` holds its ratios to FP32 over the pairs of a proof; where it has none, those of the outcomes stand.
+    `paired` holds its ratios to FP32 over the pairs of a proof; where it has none, those of the outcomes stand. `trial`
+    is the label of the trial that it is a shorter form of.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Candidate:
     key: str
     outcome: Outcome
     paired: Ratios = NO_RATIOS
+    trial: str = ""
 
     @property
     def is_found(self) -> bool:

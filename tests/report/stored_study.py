@@ -14,12 +14,12 @@ from autoprec.search.front import build_front
 from autoprec.search.judging import Contender, Verdict
 from autoprec.search.proof import Proof
 from autoprec.search.recommendation import Choice
-from autoprec.search.worth import Candidate
 from autoprec.search.scoring import OBJECTIVES
 from autoprec.search.statistics import Interval
 from autoprec.search.storage import open_storage, sqlite_url
 from autoprec.search.study import load_or_create
 from autoprec.search.verification import RunStore, Verification
+from autoprec.search.worth import Candidate
 from autoprec.trials.outcome import EndKind, Outcome
 
 STUDY = "tiny-0123456789"

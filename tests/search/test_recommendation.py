@@ -87,8 +87,8 @@ def test_a_proved_policy_is_told_against_what_runs_today_then_against_fp32() -> 
     assert (choice.kind, choice.name, choice.policy) == ("policy", "trial 7", FOUND)
     assert choice.sentence.startswith(
         "Use the found policy (trial 7): 0.80x the memory (4.80 GiB instead of 6.00 GiB) and 1.00x the throughput of "
-        "plain autocast BF16, 0.48x the memory and 2.00x the throughput of FP32, on A100; proved: accuracy at most 0.02 "
-        "below FP32's (difference -0.001, between -0.005 and +0.003; 6 paired seeds of 40 steps)"
+        "plain autocast BF16, 0.48x the memory and 2.00x the throughput of FP32, on A100; proved: accuracy at most "
+        "0.02 below FP32's (difference -0.001, between -0.005 and +0.003; 6 paired seeds of 40 steps)"
     )
 
 
@@ -201,7 +201,8 @@ def test_an_open_policy_is_never_recommended_and_is_named() -> None:
     [
         (
             0.03,
-            "6 seeds of 40 steps cannot prove a margin of 0.02 of accuracy (the smallest margin it could prove is 0.03)",
+            "6 seeds of 40 steps cannot prove a margin of 0.02 of accuracy (the smallest margin it could prove is "
+            "0.03)",
         ),
         (
             0.004,
