@@ -168,7 +168,8 @@ class Telling:
         verb = "Keep" if chosen is self.present else "Use"
         clause = f"{verb} {self.spoken(chosen)}{self.gains(chosen)}"
         if chosen is self.present and len(self.candidates) > 2:
-            clause += f"; nothing that was tried gains {self.worth.min_gain:.0%} of memory or time over it"
+            share = f"{self.worth.min_gain:.0%}"
+            clause += f"; nothing that was tried is faster than it by {share}, or saves {share} and {self._matters()}"
         return f"{clause}; {self.accuracy(chosen)}"
 
     def gains(self, chosen: Candidate) -> str:
@@ -213,12 +214,17 @@ class Telling:
                     f"the step is bound by launches ({share:.0%} of its predicted time), which no precision makes "
                     "fewer; a larger batch, torch.compile and CUDA graphs do"
                 )
-            matters = "memory that matters"
-            if self.worth.capacity_bytes is not None:
-                least = self.worth.min_memory_share * self.worth.capacity_bytes / 2**30
-                matters = f"the {least:.2f} GiB of memory that would matter on {self.target}"
-            told.append(f"no lower precision is proved and faster beyond the error of its figure, or saves {matters}")
+            told.append(
+                f"no lower precision is proved and faster beyond the error of its figure, or saves {self._matters()}"
+            )
         return "; ".join(told)
+
+    def _matters(self) -> str:
+        """Say how much memory is worth having on the target."""
+        if self.worth.capacity_bytes is None:
+            return "memory"
+        least = self.worth.min_memory_share * self.worth.capacity_bytes / 2**30
+        return f"the {least:.2f} GiB that would matter on {self.target}"
 
     def _lost(self, candidate: Candidate) -> str:
         """Say why an arm is not used for what happened in its runs; "" where it was not for that."""

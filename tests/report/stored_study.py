@@ -10,8 +10,10 @@ from autoprec.policy import Evidence, GradScalerSettings, Number, Policy, Recomm
 from autoprec.probes.ranges import ExponentHistogram
 from autoprec.profiling.profile import PrecisionCost, Profile, UnitProfile
 from autoprec.search.arms import BASELINES
+from autoprec.search.export import proof_means
 from autoprec.search.front import build_front
 from autoprec.search.judging import Contender, Verdict
+from autoprec.search.metric import Metric
 from autoprec.search.proof import Proof
 from autoprec.search.recommendation import Choice
 from autoprec.search.scoring import OBJECTIVES
@@ -19,7 +21,7 @@ from autoprec.search.statistics import Interval
 from autoprec.search.storage import open_storage, sqlite_url
 from autoprec.search.study import load_or_create
 from autoprec.search.verification import RunStore, Verification
-from autoprec.search.worth import Candidate
+from autoprec.search.worth import Candidate, Worth
 from autoprec.trials.outcome import EndKind, Outcome
 
 STUDY = "tiny-0123456789"
@@ -73,7 +75,7 @@ def store_study(folder: Path) -> None:
     runs = {"fp32": _runs(BASELINES["fp32"], 0.0), "trial 3": _runs(FOUND, 0.01)}
     for name, policy in (("fp32", BASELINES["fp32"]), ("trial 3", FOUND)):
         for seed, run in runs[name].items():
-            RunStore(study).add(Contender(name, policy, name), seed, run)
+            RunStore(study).add(Contender(name, policy, name), seed, NUM_STEPS, run)
     _write_files(folder, outcomes, runs)
 
 
@@ -112,7 +114,8 @@ def _write_files(folder: Path, outcomes: dict[str, Outcome], runs: dict[str, dic
         target_is_here=False,
         trials={name: number for number, name in enumerate(outcomes)},
         on_front=frozenset({"fp32", "trial 3"}),
-        means={},
+        means={name: proof_means(found, Metric()) for name, found in runs.items()},
+        worth=Worth(),
     )
     write_atomically(folder / "front.json", front.to_json())
     recommendation = Recommendation(choice="policy", sentence=sentence, provisional=True)

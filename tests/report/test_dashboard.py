@@ -50,7 +50,7 @@ def test_the_api_has_names_notes_and_the_policy(app: Any, own_folder: Path) -> N
     assert notes[3].startswith("**Recommended.** Use the found policy (trial 3)")
     assert "Ended in **non\\_finite\\_loss**" in notes[4]
     assert (
-        "| trial 3 | 2.00 GiB 0.50x (computed) | 200/s 2.00x (predicted) | 0.8900 (emulated) | proved |"
+        "| trial 3 | 2.00 GiB 0.50x (computed) | 200/s 2.00x (predicted) | 0.7900 (emulated) | proved |"
         in (detail["note"]["body"])
     )
     artifact = detail["artifacts"][0]

@@ -98,7 +98,10 @@ def test_a_found_policy_that_gains_too_little_is_not_worth_its_complexity(memory
     proved = {"autocast bf16": "proved", "trial 7": "proved"}
     choice = decide([FP32, BF16, found], proved, worth=replace(A100, capacity_bytes=8 * GIB))
     assert (choice.kind, choice.name) == ("autocast", "autocast bf16")
-    assert "nothing that was tried gains 3% of memory or time over it" in choice.sentence
+    assert (
+        "nothing that was tried is faster than it by 3%, or saves 3% and the 0.08 GiB that would matter"
+        in choice.sentence
+    )
     settable = Worth(min_gain=0.001, min_gain_with_scaler=0.001, capacity_bytes=8 * GIB, present=AUTOCAST_BF16)
     assert decide([FP32, BF16, found], proved, worth=settable).name == "trial 7"
 
@@ -152,7 +155,7 @@ def test_a_step_bound_by_launches_is_said_to_be_so() -> None:
     slow = candidate("autocast bf16", 0.09, 76.0, measured=False)
     sentence = decide([fp32, slow], {"autocast bf16": "proved"}).sentence
     assert "the step is bound by launches (93% of its predicted time)" in sentence
-    assert "0.80 GiB of memory that would matter" in sentence
+    assert "saves the 0.80 GiB that would matter on A100" in sentence
 
 
 def test_what_runs_today_is_not_left_for_want_of_a_gain_but_for_being_slower() -> None:

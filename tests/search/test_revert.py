@@ -103,8 +103,8 @@ def test_a_search_gives_back_what_its_winner_keeps_for_nothing_and_a_resumed_one
     measure = FakeMeasure(noise=0.001, fail=fail)
     result = run_search(tiny_plan(tmp_path / "run", n_trials=6), measure)
     verdicts = {name: verdict.kind for name, verdict in result.verification.verdicts.items()}
-    assert verdicts["half but norms and head, norm given back"] == "refuted"
-    assert result.choice.name == "half but norms and head, head given back"
+    assert [kind for name, kind in verdicts.items() if name.endswith("norm given back")] == ["refuted"]
+    assert result.choice.name.endswith("head given back")
     assert names_in_fp32(result.policy) == {"norm"}
     again = FakeMeasure(noise=0.001, fail=fail)
     repeated = run_search(tiny_plan(tmp_path / "run", n_trials=6), again)

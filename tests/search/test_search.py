@@ -21,6 +21,7 @@ from autoprec.search.events import Events
 from autoprec.search.pipeline import SearchResult, run_search
 from autoprec.search.plan import SearchPlan
 from autoprec.search.proof import Proof
+from autoprec.search.worth import Worth
 from autoprec.trials.outcome import Outcome, TrialSettings
 
 
@@ -235,9 +236,8 @@ def test_when_nothing_low_survives_fp32_is_recommended(tmp_path: Path) -> None:
 def test_where_precision_changes_nothing_fp32_stays(tmp_path: Path) -> None:
     result = run(tmp_path, FakeMeasure(noise=0.001, savings=False), n_trials=8)
     assert (result.choice.kind, result.choice.name) == ("autocast", "autocast bf16")
-    assert result.choice.sentence.startswith(
-        "Keep plain autocast BF16: 1.00x the memory and 1.00x the throughput of FP32"
-    )
+    told = "Keep plain autocast BF16: 1.00x the memory (0.93 GiB instead of 0.93 GiB) and 1.00x the throughput of FP32"
+    assert result.choice.sentence.startswith(told)
     against_fp32 = run(tmp_path / "fp32", FakeMeasure(noise=0.001, savings=False), n_trials=8, compare="fp32")
     assert against_fp32.choice.kind == "fp32"
 
@@ -259,7 +259,7 @@ def test_where_all_finalists_are_refuted_the_next_best_are_proved(
 
     monkeypatch.setattr(pipeline, "MAX_FINALISTS", 1)
     measure = LateHarm(noise=0.001)
-    result = run(tmp_path, measure, n_trials=20, sampler="random")
+    result = run(tmp_path, measure, n_trials=20, sampler="random", worth=Worth(1e-3, 1e-3))
     found = [c for c in result.candidates if c.is_found]
     refuted = [c for c in found if result.verification.verdicts[c.name].kind == "refuted"]
     assert [c.policy.to_json() for c in refuted] == [measure.harmed]

@@ -51,7 +51,7 @@ def test_a_glob_never_changes_a_module_that_no_rule_named(modules: dict[str, str
 
 
 def test_rules_that_cost_and_save_nothing_go_to_the_default_and_those_that_matter_stay() -> None:
-    units = {name: "LayerNorm" for name in ("norm", "drop", "embed", "unseen", "pinned")}
+    units = dict.fromkeys(("norm", "drop", "embed", "unseen", "pinned"), "LayerNorm")
     decisions = tuple(
         Decision(name=name, units={name: kind}, choices=("fp32", "autocast", "fp16"), depth=0.0)
         for name, kind in units.items()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autoprec.policy import Number, Policy
+from autoprec.policy import Number, Policy, parents_of, resolve_precisions
 from autoprec.search.pipeline import SearchResult
 from autoprec.search.plan import SearchPlan, SearchSettings, prepare_search
 from autoprec.tasks.protocol import Task
@@ -150,9 +150,15 @@ def saved_share(policy: Policy) -> float:
     """0 in FP32, 0.4 under autocast, up to 0.1 more for the units that are in half outright."""
     if policy.default == "fp32":
         return 0.0
-    low = sum(precision in ("fp16", "bf16") for precision in policy.modules.values())
-    high = sum(precision == "fp32" for precision in policy.modules.values())
+    found, _ = resolve_precisions(policy, UNITS)
+    own = [found[name] for name in UNITS if name in LEAVES and found[name] != policy.default]
+    low = sum(precision in ("fp16", "bf16") for precision in own)
+    high = sum(precision == "fp32" for precision in own)
     return 0.4 + 0.0125 * low - 0.05 * high
+
+
+LEAVES = [name for net in (TinyNet(), Chain()) for name, part in net.named_modules() if not list(part.children())]
+UNITS = parents_of(LEAVES)
 
 
 def tiny_plan(folder: object = None, *, task: Task | None = None, seed: int = 0, **settings: object) -> SearchPlan:
