@@ -100,8 +100,8 @@ def report_ranges(name: str, profile: Profile, kinds: Mapping[str, str]) -> None
         above = max(0.0, math.log2(gradients.maximum * scale / 65504.0))
         flushed = gradients.share_below(scale)
         print(f"{name}: scale {scale:g}: {flushed:.3%} of gradients flushed, the largest {above:.1f} octaves too large")
-    worst = sorted(profile.units, key=lambda n: -profile.units[n].error_score)[:3]
-    print(f"{name}: largest error scores: " + ", ".join(f"{n} {profile.units[n].error_score:.1e}" for n in worst))
+    worst = sorted(profile.units, key=lambda n: -profile.units[n].error_score())[:3]
+    print(f"{name}: largest error scores: " + ", ".join(f"{n} {profile.units[n].error_score():.1e}" for n in worst))
 
 
 def optimizer() -> None:

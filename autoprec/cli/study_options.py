@@ -20,6 +20,10 @@ class StudyOptions:
 
     sampler: Annotated[str, option("policy, tpe, nsga2, gp or random.", "--sampler")] = "policy"
     space: Annotated[str | None, option("By name (autoprec spaces lists them) or a TOML file.", "--space")] = None
+    dtype: Annotated[
+        str,
+        option("auto (bf16 where the GPU has BF16 units), bf16, fp16, both or mixed (module by module).", "--dtype"),
+    ] = "auto"
     margin: Annotated[
         float | None,
         option("How much worse than FP32 the metric may be, in its units; a tenth of what FP32 gains.", "--margin"),
@@ -69,12 +73,14 @@ class StudyOptions:
         """
         from autoprec.search.plan import SearchSettings, prepare_search
         from autoprec.search.proof import build_proof
+        from autoprec.search.study_dtype import as_dtype
         from autoprec.search.worth import Worth, as_preference
 
         trial = task.trial_settings(num_processes=self.gpus_per_trial).with_steps(self.steps)
         search = SearchSettings(
             sampler=self.sampler,
             space=self.space,
+            dtype=as_dtype(self.dtype),
             prefer=as_preference(self.prefer),
             timeout_seconds=self.timeout,
             storage=self.storage,

@@ -1,4 +1,4 @@
-"""Record the ranges of what flows through a model's units, forward and backward, and what rounding to FP16 does to it.
+"""Record the ranges of what flows through a model's units, forward and backward, and what computing in half does to it.
 
 with watch_ranges(model, names) as log:
     loss(model, batch).backward()
@@ -8,9 +8,10 @@ log["layer1"].activations.share_above()
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,11 +21,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 from torch.func import functional_call
 
+from autoprec.apply import apply_policy, remove_policy
 from autoprec.apply.trees import first_tensor
+from autoprec.emulation import emulate
+from autoprec.errors import PrecisionWarning
+from autoprec.formats import FP16
+from autoprec.policy import LowPrecision, Policy
 from autoprec.units.trial_runs import map_tensors
 
-__all__ = ["ExponentHistogram", "UnitRanges", "watch_ranges"]
+__all__ = ["HALF_DTYPES", "ExponentHistogram", "HalfRun", "UnitRanges", "watch_ranges"]
 
+HALF_DTYPES: Mapping[LowPrecision, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SMALLEST_EXPONENT = -149
 """Of FP32's smallest magnitude."""
 MAX_ELEMENTS = 16_384
@@ -95,26 +102,58 @@ class ExponentHistogram(BaseModel):
 
 
 @dataclass
+class HalfRun:
+    """What computing in one half did to a unit. All are sums over the steps that were watched.
+
+    Attributes:
+        forward_error: sum of (gradient x difference of the output)^2.
+        gradient_error: sum of (output x difference of the gradient)^2, in FP16 at the loss scale; what overflows there
+            does not count.
+        lost, size: sums of squares of the output's difference, and of the output in FP32.
+        overflows: whether the output is not finite where FP32's is.
+    """
+
+    forward_error: float = 0.0
+    gradient_error: float = 0.0
+    lost: float = 0.0
+    size: float = 0.0
+    overflows: bool = False
+
+    def __add__(self, other: HalfRun) -> HalfRun:
+        return HalfRun(
+            self.forward_error + other.forward_error,
+            self.gradient_error + other.gradient_error,
+            self.lost + other.lost,
+            self.size + other.size,
+            self.overflows or other.overflows,
+        )
+
+    @property
+    def output_error(self) -> float:
+        """The output's difference as a share of its size."""
+        return math.sqrt(self.lost / self.size) if self.size > 0 else 0.0
+
+
+def _half_runs() -> dict[LowPrecision, HalfRun]:
+    return {dtype: HalfRun() for dtype in HALF_DTYPES}
+
+
+@dataclass
 class UnitRanges:
-    """What one unit showed. Errors are sums over all steps that were watched.
+    """What one unit showed.
 
     Attributes:
         activations, activation_gradients, parameter_gradients: of its outputs, of the loss with respect to them, and
             of its own parameters.
-        forward_error: sum of (gradient x difference of the output in FP16)^2.
-        gradient_error: sum of (output x difference of the gradient in FP16, at the loss scale)^2; what overflows there
-            does not count.
+        half: dtype -> what computing in it did.
         output_shape: of its last output.
-        overflows: whether its output in FP16 is not finite where FP32's is.
     """
 
     activations: ExponentHistogram = field(default_factory=ExponentHistogram)
     activation_gradients: ExponentHistogram = field(default_factory=ExponentHistogram)
     parameter_gradients: ExponentHistogram = field(default_factory=ExponentHistogram)
-    forward_error: float = 0.0
-    gradient_error: float = 0.0
+    half: dict[LowPrecision, HalfRun] = field(default_factory=_half_runs)
     output_shape: tuple[int, ...] = ()
-    overflows: bool = False
 
 
 @contextmanager
@@ -123,16 +162,20 @@ def watch_ranges(
 ) -> Iterator[Mapping[str, UnitRanges]]:
     """Watch the modules called `names` inside the block, forward and backward.
 
-    Each runs once more on the same input with inputs and weights rounded to FP16, products in FP32 and the output
-    rounded once, as tensor cores do; buffers and the random state stay as they are. Parameters' gradients are read as
-    the block ends. Leaves no trace on the model.
+    Each runs once more in FP16 and in BF16 on the same input, as a trial does under a policy that has it in that
+    precision; on a CPU that is emulated. Buffers and the random state stay as they are. Parameters' gradients are read
+    as the block ends. Leaves no trace on the model, which must carry no policy.
 
     Args:
-        scale: the loss scale at which gradients are rounded.
+        scale: the loss scale at which gradients are rounded to FP16.
     """
     modules = {name: model.get_submodule(name) for name in names}
     log = {name: UnitRanges() for name in modules}
+    on_cpu = all(parameter.is_cpu for parameter in model.parameters())
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", PrecisionWarning)  # a run in half of one unit is not the user's run
+        stack.enter_context(emulate() if on_cpu else nullcontext())
         for name, module in modules.items():
             watch = _Watch(log[name], scale)
             stack.callback(module.register_forward_pre_hook(watch.before, with_kwargs=True, prepend=True).remove)
@@ -149,7 +192,7 @@ class _Watch:
 
     def __init__(self, ranges: UnitRanges, scale: float) -> None:
         self._ranges, self._scale = ranges, scale
-        self._rounded: torch.Tensor | None = None
+        self._in_half: dict[LowPrecision, torch.Tensor | None] = {}
         self._inside = False
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -157,7 +200,7 @@ class _Watch:
             return
         self._inside = True
         try:
-            self._rounded = _run_rounded(module, args, kwargs)
+            self._in_half = {dtype: _run_in_half(module, args, kwargs, dtype) for dtype in HALF_DTYPES}
         finally:
             self._inside = False
 
@@ -169,43 +212,58 @@ class _Watch:
         value = tensor.detach()
         own.activations += ExponentHistogram.of(value)
         own.output_shape = tuple(value.shape)
-        difference = None
-        if self._rounded is not None and self._rounded.shape == value.shape:
-            difference = self._rounded - value
-            if not bool(torch.isfinite(difference).all()):
-                own.overflows = own.overflows or bool(torch.isfinite(value).all())
-                difference = torch.nan_to_num(difference, nan=0.0, posinf=65504.0, neginf=-65504.0)
-        self._rounded = None
+        differences = {
+            dtype: self._difference(own.half[dtype], value, found)
+            for dtype, found in self._in_half.items()
+            if found is not None and found.shape == value.shape
+        }
+        self._in_half = {}
         if tensor.requires_grad:
-            tensor.register_hook(partial(self._backward, value.clone(), difference))  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(self._backward, value.clone(), differences))  # type: ignore[no-untyped-call]
 
-    def _backward(self, value: torch.Tensor, difference: torch.Tensor | None, gradient: torch.Tensor) -> None:
+    def _difference(self, run: HalfRun, value: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        difference = found - value
+        if not bool(torch.isfinite(difference).all()):
+            run.overflows = run.overflows or bool(torch.isfinite(value).all())
+            difference = torch.nan_to_num(difference, nan=0.0, posinf=FP16.largest, neginf=-FP16.largest)
+        else:
+            run.lost += float(difference.square().sum())
+            run.size += float(value.square().sum())
+        return difference
+
+    def _backward(
+        self, value: torch.Tensor, differences: Mapping[LowPrecision, torch.Tensor], gradient: torch.Tensor
+    ) -> None:
         own = self._ranges
         own.activation_gradients += ExponentHistogram.of(gradient)
-        if difference is not None:
-            own.forward_error += float((gradient * difference).square().sum())
-        scaled = gradient * self._scale
-        lost = (scaled.half().float() - scaled) / self._scale
-        lost = lost.masked_fill(~torch.isfinite(lost), 0.0)  # a grad scaler backs off from what overflows
-        own.gradient_error += float((value * lost).square().sum())
+        for dtype, run in own.half.items():
+            if dtype in differences:
+                run.forward_error += float((gradient * differences[dtype]).square().sum())
+            scale = self._scale if dtype == "fp16" else 1.0
+            scaled = gradient * scale
+            lost = (scaled.to(HALF_DTYPES[dtype]).float() - scaled) / scale
+            lost = lost.masked_fill(~torch.isfinite(lost), 0.0)  # a grad scaler backs off from what overflows
+            run.gradient_error += float((value * lost).square().sum())
 
 
-def _run_rounded(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Run the module on rounded inputs and weights; None where it cannot run a second time."""
+def _run_in_half(module: nn.Module, args: Any, kwargs: Any, dtype: LowPrecision) -> torch.Tensor | None:
+    """Run the module in half as a trial does; return its output in FP32, None where it cannot run so."""
 
-    def rounded(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().half().float() if tensor.dtype is torch.float32 else tensor.detach().clone()
+    def fresh(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone()  # a module may write to its input
 
-    has_statistics = any(buffer.is_floating_point() for buffer in module.buffers())
-    state = {name: p.detach() if has_statistics else rounded(p) for name, p in module.named_parameters()}
-    state.update({name: buffer.detach().clone() for name, buffer in module.named_buffers()})
-    randomness = torch.get_rng_state()
+    state = torch.get_rng_state()
     try:
-        with torch.no_grad():
-            output = functional_call(module, state, map_tensors(args, rounded), map_tensors(kwargs, rounded))
+        buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        apply_policy(module, Policy(default=dtype, dtype=dtype))
+        try:
+            with torch.no_grad():
+                output = functional_call(module, buffers, map_tensors(args, fresh), map_tensors(kwargs, fresh))
+        finally:
+            remove_policy(module)
     except Exception:
         return None
     finally:
-        torch.set_rng_state(randomness)
+        torch.set_rng_state(state)
     tensor = first_tensor(output)
-    return None if tensor is None or not tensor.is_floating_point() else tensor.half().float()
+    return None if tensor is None or not tensor.is_floating_point() else tensor.float()

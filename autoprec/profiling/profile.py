@@ -11,11 +11,11 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autoprec.errors import PolicyError, StudyError
-from autoprec.policy import Precision, write_atomically
+from autoprec.policy import LowPrecision, Precision, write_atomically
 from autoprec.policy.strict_json import parse_strict_json
 from autoprec.probes.ranges import ExponentHistogram
 
-__all__ = ["PrecisionCost", "Profile", "ProfileSettings", "UnitProfile"]
+__all__ = ["HalfError", "PrecisionCost", "Profile", "ProfileSettings", "UnitProfile"]
 
 LARGEST_HALF = 65504.0
 
@@ -41,14 +41,27 @@ class PrecisionCost(_Frozen):
     peak_bytes: float
 
 
+class HalfError(_Frozen):
+    """What a unit loses in one half, computed in it as a trial does; the other units stay in FP32.
+
+    Attributes:
+        forward, gradient: expected change of the loss by its output, and by its gradient, relative to the loss.
+        output: difference of its output as a share of the output's size.
+        overflows: its output was not finite.
+    """
+
+    forward: float = 0.0
+    gradient: float = 0.0
+    output: float = 0.0
+    overflows: bool = False
+
+
 class UnitProfile(_Frozen):
     """One unit.
 
     Attributes:
         activations, activation_gradients, parameter_gradients: octaves, over all instrumented steps.
-        forward_error, gradient_error: expected change of the loss by rounding its output, and its gradient, to FP16,
-            relative to the loss.
-        overflows: its output in FP16 was not finite.
+        half: dtype -> what it loses in it.
         output_elements: of one output at the target shape, scaled from the shape of the steps.
         cast_seconds: predicted cost of casting its output, forward and backward: a * elements + b.
         costs: precision -> time and memory.
@@ -57,17 +70,20 @@ class UnitProfile(_Frozen):
     activations: ExponentHistogram = ExponentHistogram()
     activation_gradients: ExponentHistogram = ExponentHistogram()
     parameter_gradients: ExponentHistogram = ExponentHistogram()
-    forward_error: float = 0.0
-    gradient_error: float = 0.0
-    overflows: bool = False
+    half: dict[LowPrecision, HalfError] = Field(default_factory=dict)
     output_elements: int = 0
     cast_seconds: float = 0.0
     costs: dict[Precision, PrecisionCost] = Field(default_factory=dict)
 
+    def error_score(self, dtype: LowPrecision = "fp16") -> float:
+        """Return both errors together: the expected relative change of the loss where this unit alone is in `dtype`."""
+        known = self.half.get(dtype, HalfError())
+        return math.hypot(known.forward, known.gradient)
+
     @property
-    def error_score(self) -> float:
-        """Both errors together: the expected relative change of the loss where this unit alone is in FP16."""
-        return math.hypot(self.forward_error, self.gradient_error)
+    def overflows(self) -> bool:
+        """Whether its output in FP16 was not finite."""
+        return self.half.get("fp16", HalfError()).overflows
 
     @property
     def headroom_octaves(self) -> float | None:
@@ -94,7 +110,7 @@ class Profile(_Frozen):
         wall_seconds: what the profile took.
     """
 
-    schema_version: int = 1
+    schema_version: int = 2
     study_name: str = ""
     num_steps: int
     watched_steps: list[int]

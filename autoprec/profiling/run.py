@@ -12,9 +12,9 @@ from torch import nn
 
 from autoprec.apply import remove_checkpointing
 from autoprec.policy import Policy
-from autoprec.probes.ranges import UnitRanges, watch_ranges
+from autoprec.probes.ranges import HalfRun, UnitRanges, watch_ranges
 from autoprec.profiling.costs import ShapeScale, cast_seconds, unit_costs
-from autoprec.profiling.profile import Profile, ProfileSettings, UnitProfile
+from autoprec.profiling.profile import HalfError, Profile, ProfileSettings, UnitProfile
 from autoprec.tasks.batches import BatchStream
 from autoprec.tasks.protocol import Batch, Loss, Task
 from autoprec.training import TrainingStep
@@ -37,8 +37,9 @@ def take_profile(
 ) -> Profile:
     """Train `task` for a few FP32 steps and look; the random state and torch's switches are put back.
 
-    Each unit's activations, their gradients and its parameters' gradients are counted by octave; its error from FP16 is
-    weighed by the gradient, at the first step and again on the batch with the highest loss, after the other steps.
+    Each unit's activations, their gradients and its parameters' gradients are counted by octave; its error in FP16 and
+    in BF16 is weighed by the gradient, at the first step and again on the batch with the highest loss, after the other
+    steps.
     Time and memory in each precision come from the estimates for `settings.gpu`.
 
     Raises:
@@ -63,9 +64,7 @@ def take_profile(
                 activations=seen.activations,
                 activation_gradients=seen.activation_gradients,
                 parameter_gradients=seen.parameter_gradients,
-                forward_error=_relative(seen.forward_error, steps),
-                gradient_error=_relative(seen.gradient_error, steps),
-                overflows=seen.overflows,
+                half={dtype: _error(run, steps) for dtype, run in seen.half.items()},
                 output_elements=scale.elements(seen.output_shape),
                 cast_seconds=cast_seconds(scale.elements(seen.output_shape), settings.gpu),
                 costs=costs.units.get(name, {}),
@@ -84,6 +83,15 @@ def profile_as_json(task: Task, units: Sequence[str], settings: dict[str, Any], 
     """Take a profile where all that goes in and comes out is JSON: in a worker process."""
     profile = take_profile(task, units, TrialSettings.model_validate(settings), study_name=study_name)
     return profile.model_dump(mode="json")
+
+
+def _error(run: HalfRun, steps: _Steps) -> HalfError:
+    return HalfError(
+        forward=_relative(run.forward_error, steps),
+        gradient=_relative(run.gradient_error, steps),
+        output=min(run.output_error, 1e6) if math.isfinite(run.output_error) else 1e6,
+        overflows=run.overflows,
+    )
 
 
 def _relative(squared: float, steps: _Steps) -> float:
@@ -160,10 +168,8 @@ class _Steps:
             known.activations += new.activations
             known.activation_gradients += new.activation_gradients
             known.parameter_gradients += new.parameter_gradients
-            known.forward_error += new.forward_error
-            known.gradient_error += new.gradient_error
+            known.half = {dtype: run + new.half[dtype] for dtype, run in known.half.items()}
             known.output_shape = new.output_shape or known.output_shape
-            known.overflows = known.overflows or new.overflows
 
 
 def _largest_gradient(model: nn.Module) -> float:

@@ -259,7 +259,7 @@ def _unit_rows(search: SavedSearch) -> list[dict[str, Any]]:
                 "reason": evidence[unit].reason if unit in evidence else "",
                 "headroom": "-" if seen is None or seen.headroom_octaves is None else f"{seen.headroom_octaves:.1f}",
                 "flushed": "-" if seen is None else f"{seen.flushed_share(scale):.2%}",
-                "score": "-" if seen is None else f"{seen.error_score:.2g}",
+                "score": "-" if seen is None else f"{seen.error_score(search.policy.dtype):.2g}",
             }
         )
     return rows

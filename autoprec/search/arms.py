@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoprec.policy import Policy, Precision
+from autoprec.policy import Policy
 from autoprec.search.decision import Decision
-from autoprec.search.parameters import AMSGRAD, AUTOCAST_DTYPE, EPS, Parameters, ParameterValue
-from autoprec.search.space import matches_any
+from autoprec.search.parameters import AMSGRAD, AUTOCAST_DTYPE, AUTOCAST_HALF_TYPES, EPS, Parameters, ParameterValue
+from autoprec.search.space import Choice, matches_any
 
 __all__ = [
     "AUTOCAST_BF16",
@@ -35,7 +35,10 @@ PRESENT_POLICY = "present policy"
 """Begins the name of the arm of a policy file that the user runs today (`--compare FILE`)."""
 SCALED = f"{AUTOCAST_FP16}, init_scale "
 
+HALF = "half everywhere"
 NORMS = ("*Norm*",)
+ATTENTION = ("*Attention*", "*Attn*", "*Softmax*")
+"""Where a softmax is: under autocast that is FP32 and the products beside it are half."""
 DEEP_END_START = 0.45
 """Share of the units before the deep end: in torchvision's ResNets this is where layer3 begins."""
 
@@ -83,37 +86,88 @@ def scaled_autocast(parameters: Parameters, scaler: Mapping[str, ParameterValue]
 
 
 def baselines(parameters: Parameters, *, native_bf16: bool) -> list[Arm]:
-    """Return FP32, stock autocast FP16 and, where the target has it natively, BF16."""
-    low = parameters.values(lambda decision: "autocast")
-    arms = [
-        Arm(FP32, parameters.values(lambda decision: "fp32"), BASELINES[FP32]),
-        Arm(AUTOCAST_FP16, low, BASELINES[AUTOCAST_FP16]),
+    """Return FP32 and stock autocast in the study's dtype; an FP16 study has BF16's too where that is native."""
+    dtypes: dict[str, ParameterValue] = {AUTOCAST_FP16: "fp16", AUTOCAST_BF16: "bf16"}
+    if parameters.dtype in ("bf16", "mixed"):
+        dtypes.pop(AUTOCAST_FP16)
+    elif not native_bf16:
+        dtypes.pop(AUTOCAST_BF16)
+    first = {AUTOCAST_DTYPE: parameters.families[0]}
+    return [
+        Arm(FP32, parameters.values(lambda decision: "fp32", first), BASELINES[FP32]),
+        *(
+            Arm(name, parameters.values(lambda decision: "autocast", {AUTOCAST_DTYPE: dtype}), BASELINES[name])
+            for name, dtype in dtypes.items()
+        ),
     ]
-    if native_bf16:
-        arms.append(Arm(AUTOCAST_BF16, {**low, AUTOCAST_DTYPE: "bf16"}, BASELINES[AUTOCAST_BF16]))
-    return arms
 
 
 def warm_starts(parameters: Parameters) -> list[Arm]:
-    """Return the family's practice, half everywhere, and the published recipe: the deep end in FP32.
-
-    The practice is what the search space starts its decisions from; where it says nothing, half but norms and head.
-    """
-    last = parameters.free_decisions[-1:]
-
-    def spare_norms_and_head(decision: Decision) -> Precision:
-        return "fp32" if decision in last or matches_any(decision.lead_type, NORMS) else "fp16"
-
-    def deep_end(decision: Decision) -> Precision:
-        return "fp32" if decision.depth >= DEEP_END_START else "fp16"
-
-    if any(decision.start for decision in parameters.free_decisions):
-        practice = {"practice of the family": parameters.values(lambda decision: decision.start or "autocast")}
-    else:
-        practice = {"half but norms and head": parameters.values(spare_norms_and_head)}
+    """Return what practice does, in the study's dtype; where both are searched, in each, and the name says which."""
+    if parameters.dtype == "fp16":
+        return _fp16_starts(parameters)
+    if parameters.dtype != "both":
+        return _bf16_starts(parameters)
     values = {
-        **practice,
-        "half everywhere": parameters.values(lambda decision: "fp16"),
+        f"{name}, {dtype}": {**chosen, AUTOCAST_DTYPE: dtype}
+        for dtype in parameters.families
+        for name, chosen in {**_practice(parameters), HALF: parameters.values(lambda decision: parameters.half)}.items()
+    }
+    return _arms(parameters, values)
+
+
+def _fp16_starts(parameters: Parameters) -> list[Arm]:
+    """Return the family's practice, half everywhere, and the published recipe: the deep end in FP32."""
+
+    def deep_end(decision: Decision) -> Choice:
+        return "fp32" if decision.depth >= DEEP_END_START else parameters.half
+
+    values = {
+        **_practice(parameters),
+        HALF: parameters.values(lambda decision: parameters.half),
         "deep end in fp32": parameters.values(deep_end, PUBLISHED_SETTINGS),
     }
+    return _arms(parameters, values)
+
+
+def _bf16_starts(parameters: Parameters) -> list[Arm]:
+    """Return the family's practice, half everywhere, and what autocast keeps in FP32 given to half part by part."""
+    half = parameters.half
+
+    def norms(decision: Decision) -> Choice:
+        return half if matches_any(decision.lead_type, NORMS) else "autocast"
+
+    def stream(decision: Decision) -> Choice:
+        return "autocast" if matches_any(decision.lead_type, (*ATTENTION, *AUTOCAST_HALF_TYPES)) else half
+
+    def softmax(decision: Decision) -> Choice:
+        return "autocast" if matches_any(decision.lead_type, ATTENTION) else half
+
+    values = {
+        **_practice(parameters),
+        HALF: parameters.values(lambda decision: half),
+        "norms in half": parameters.values(norms),
+        "residual stream in half": parameters.values(stream),
+        "half but softmax": parameters.values(softmax),
+    }
+    if parameters.dtype == "mixed":
+        values["bf16 with norms in fp16"] = parameters.values(
+            lambda decision: "fp16" if matches_any(decision.lead_type, NORMS) else "bf16"
+        )
+    return _arms(parameters, values)
+
+
+def _practice(parameters: Parameters) -> dict[str, dict[str, ParameterValue]]:
+    """Return what the search space starts its decisions from; where it says nothing, half but norms and head."""
+    last = parameters.free_decisions[-1:]
+
+    def spare_norms_and_head(decision: Decision) -> Choice:
+        return "fp32" if decision in last or matches_any(decision.lead_type, NORMS) else parameters.half
+
+    if any(decision.start for decision in parameters.free_decisions):
+        return {"practice of the family": parameters.values(lambda decision: decision.start or "autocast")}
+    return {"half but norms and head": parameters.values(spare_norms_and_head)}
+
+
+def _arms(parameters: Parameters, values: Mapping[str, Mapping[str, ParameterValue]]) -> list[Arm]:
     return [Arm(name, chosen, parameters.policy(chosen)) for name, chosen in values.items()]

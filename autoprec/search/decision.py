@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autoprec.policy import Precision
+from autoprec.search.space import Choice
 
 __all__ = ["Decision", "CONTAINERS"]
 
@@ -24,10 +24,10 @@ class Decision:
 
     name: str
     units: Mapping[str, str]
-    choices: tuple[Precision, ...]
+    choices: tuple[Choice, ...]
     reasons: Mapping[str, str] = field(default_factory=dict)
     depth: float = 0.0
-    start: Precision | None = None
+    start: Choice | None = None
 
     @property
     def parameter(self) -> str:

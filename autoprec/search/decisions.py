@@ -82,9 +82,19 @@ def _with_depth(decisions: list[Decision], call_order: list[str]) -> list[Decisi
 
 
 def _single(unit: UnitLike, space: SearchSpace) -> Decision:
-    choices = tuple(choice for choice in space.choices if choice in unit.choices)
-    reasons: dict[str, str] = {p: r for p, r in unit.reasons.items() if p in space.choices and p not in choices}
+    refused = _with_half(unit.reasons)
+    has_half = "half" not in refused and not {"fp16", "bf16"}.isdisjoint(unit.choices)
+    available: set[str] = {*unit.choices, *(("half",) if has_half else ())}
+    choices = tuple(choice for choice in space.choices if choice in available)
+    reasons: dict[str, str] = {p: refused[p] for p in space.choices if p in refused}
     return Decision(unit.name, {unit.name: unit.type}, choices or ("fp32",), reasons)
+
+
+def _with_half(refused: Mapping[Precision, str]) -> dict[str, str]:
+    """Add why `half`, which may be either dtype, is refused: where one of the two is."""
+    known: dict[str, str] = {**refused}
+    either = refused.get("fp16") or refused.get("bf16")
+    return known if either is None else {**known, "half": either}
 
 
 def _apply_rules(singles: list[Decision], space: SearchSpace) -> list[Decision]:
@@ -186,7 +196,7 @@ def _into_modules(
             continue
         if module not in merged:
             inside = [refused for name, refused in composites.items() if lies_in(name, module)]
-            refused: dict[str, str] = {p: reason for reasons in inside for p, reason in reasons.items()}
+            refused = {p: reason for reasons in inside for p, reason in _with_half(reasons).items()}
             choices = tuple(choice for choice in single.choices if choice not in refused) or ("fp32",)
             merged[module] = Decision(module, {module: tree[module]}, choices, refused, start=single.start)
         known = merged[module]

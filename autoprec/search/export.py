@@ -185,7 +185,8 @@ def _unit_evidence(plan: SearchPlan, choice: Choice, lessons: Lessons) -> dict[s
             reason = f"pinned ({refused})" if decision.is_pinned and refused else why
             if decision.name in lessons.reasons and choice.kind == "policy":
                 reason = f"not searched: {lessons.reasons[decision.name]}"
-            figures = {} if lessons.profile is None else unit_figures(lessons.profile, name, precision, scale)
+            profile, dtype = lessons.profile, choice.policy.dtype
+            figures = {} if profile is None else unit_figures(profile, name, precision, scale, dtype)
             found[name] = UnitEvidence(precision=precision, reason=reason[:2_000], **figures)
     return found
 

@@ -13,9 +13,10 @@ import numpy as np
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from autoprec.errors import UsageError
-from autoprec.policy import GradScalerSettings, OptimizerSettings, Policy, Precision
+from autoprec.policy import GradScalerSettings, LowPrecision, OptimizerSettings, Policy, Precision
 from autoprec.search.decision import Decision
-from autoprec.search.space import Range, SearchSpace, matches_any
+from autoprec.search.space import Choice, Range, SearchSpace, matches_any
+from autoprec.search.study_dtype import StudyDtype, halves
 
 __all__ = [
     "AMSGRAD",
@@ -33,7 +34,7 @@ AUTOCAST_DTYPE = "autocast/dtype"
 EPS = "optimizer/eps"
 AMSGRAD = "optimizer/amsgrad"
 AUTOCAST_HALF_TYPES = ("Conv[123]d", "ConvTranspose[123]d", "Linear", "Bilinear")
-"""Classes that autocast runs in half as a whole, so that `autocast` and `fp16` are one precision for them."""
+"""Classes that autocast runs in half as a whole, so that `autocast` and true half are one precision for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Parameters:
     Attributes:
         decisions: all decisions, the pinned ones included (those are no parameters).
         distributions: name -> distribution, in the order of the decisions, then scaler, optimizer, dtype.
-        defaults: name -> the value that leaves torch's or the task's setting as it is.
+        defaults: name -> the value that leaves torch's or the task's setting as it is; none for a sampled dtype.
+        dtype: what `autocast` and half are in this study.
         followers: class globs of units that follow the half of the layer before them.
         fp32_code: modules whose own code, between the units, cannot run under autocast; "" is the model itself.
     """
@@ -53,9 +55,10 @@ class Parameters:
     defaults: Mapping[str, ParameterValue]
     followers: tuple[str, ...] = ()
     fp32_code: frozenset[str] = frozenset()
+    dtype: StudyDtype = "fp16"
 
     def values(
-        self, choose: Callable[[Decision], Precision], changes: Mapping[str, ParameterValue] | None = None
+        self, choose: Callable[[Decision], Choice], changes: Mapping[str, ParameterValue] | None = None
     ) -> dict[str, ParameterValue]:
         """Return a value for each parameter: `choose` where it is offered, else `autocast`; the defaults elsewhere.
 
@@ -76,8 +79,23 @@ class Parameters:
 
     @property
     def fixed(self) -> dict[str, ParameterValue]:
-        """Parameters that no sampler draws: BF16 as autocast's dtype is a baseline and nothing else."""
-        return {AUTOCAST_DTYPE: "fp16"} if AUTOCAST_DTYPE in self.distributions else {}
+        """Parameters that no sampler draws: in an FP16 study autocast in BF16 is a baseline and nothing else."""
+        return {n: value for n, value in self.defaults.items() if n == AUTOCAST_DTYPE}
+
+    @property
+    def half(self) -> Choice:
+        """The choice that is true half in the dtype of `autocast`."""
+        return halves(self.dtype)[0]
+
+    @property
+    def families(self) -> tuple[LowPrecision, ...]:
+        """The dtypes that `autocast` may have in a policy that this study samples."""
+        return ("bf16", "fp16") if self.dtype == "both" else ("fp16",) if self.dtype == "fp16" else ("bf16",)
+
+    @property
+    def has_grad_scaler(self) -> bool:
+        """Whether any policy of this study may need a grad scaler."""
+        return self.dtype != "bf16"
 
     @property
     def free_decisions(self) -> list[Decision]:
@@ -88,13 +106,15 @@ class Parameters:
 
         The default is `autocast`; where every decision is `fp32` it is `fp32`, so that code outside the units is too.
         """
-        chosen = [(d, d.choices[0] if d.is_pinned else values[d.parameter]) for d in self.decisions]
+        dtype = values.get(AUTOCAST_DTYPE, self.families[0])
+        wanted = [(d, d.choices[0] if d.is_pinned else values[d.parameter]) for d in self.decisions]
+        chosen = [(d, dtype if choice == "half" else choice) for d, choice in wanted]
         is_fp32 = "" in self.fp32_code or all(choice == "fp32" for _, choice in chosen)
         default: Precision = "fp32" if is_fp32 else "autocast"
         modules: dict[str, Precision] = {} if is_fp32 else dict.fromkeys(sorted(self.fp32_code), "fp32")
         units = {name: choice for d, choice in chosen for name in d.units}
         modules |= {name: choice for name, choice in units.items() if choice != self._inherited(name, default)}
-        plain = Policy(default=default, dtype=values.get(AUTOCAST_DTYPE, "fp16"), modules=modules)
+        plain = Policy(default=default, dtype=dtype, modules=modules)
         return plain.replace(
             grad_scaler=self._grad_scaler(values) if plain.needs_grad_scaler else None,
             optimizer=self._optimizer(values),
@@ -174,6 +194,7 @@ def build_parameters(
     *,
     optimizer_defaults: Mapping[str, Any],
     native_bf16: bool,
+    dtype: StudyDtype = "fp16",
     fp32_code: Iterable[str] = (),
 ) -> Parameters:
     """Collect the parameters of a study.
@@ -183,12 +204,13 @@ def build_parameters(
         space: gives the ranges of scaler and optimizer.
         optimizer_defaults: `eps` and `amsgrad` of the task's optimizer; one that is absent leaves the study.
         native_bf16: whether the target has BF16 units, so that stock autocast in BF16 is a baseline.
+        dtype: the study's; a BF16 study has no grad scaler and so no parameters of one.
         fp32_code: modules whose own code cannot run under autocast.
 
     Raises:
         UsageError: a range does not hold the default, which the baselines need.
     """
-    scaler_defaults = GradScalerSettings().model_dump()
+    scaler_defaults = {} if dtype == "bf16" else GradScalerSettings().model_dump()
     ranges: dict[str, tuple[Range | None, Any]] = {
         f"grad_scaler/{name}": (getattr(space.grad_scaler, name), value) for name, value in scaler_defaults.items()
     }
@@ -206,10 +228,11 @@ def build_parameters(
         if not _holds(distributions[name], default):
             raise UsageError(f"search space {space.name}: {name}: does not hold the default {default}")
         defaults[name] = default
-    if native_bf16:
+    if dtype == "both" or (dtype == "fp16" and native_bf16):
         distributions[AUTOCAST_DTYPE] = CategoricalDistribution(("fp16", "bf16"))
+    if dtype == "fp16" and native_bf16:
         defaults[AUTOCAST_DTYPE] = "fp16"
-    return Parameters(tuple(decisions), distributions, defaults, tuple(space.followers), frozenset(fp32_code))
+    return Parameters(tuple(decisions), distributions, defaults, tuple(space.followers), frozenset(fp32_code), dtype)
 
 
 def _distribution(allowed: Range, default: bool | int | float) -> BaseDistribution:

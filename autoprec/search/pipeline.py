@@ -144,7 +144,7 @@ def search_policy(
         steps: optimizer steps of a trial, its warm-up included; None takes the default of `TrialSettings`.
         trial_timeout: seconds after which a trial is ended, where it runs in a process of its own.
         events: hears the progress and the notes; None turns the notes into warnings.
-        settings: fields of `SearchSettings`, such as `n_trials`, `prefer`, `space`, `storage` and `output`. A `proof`
+        settings: fields of `SearchSettings`, such as `n_trials`, `dtype`, `prefer`, `space` and `output`. A `proof`
             given here wins over `margin` and `max_seeds`.
 
     Raises:
@@ -250,6 +250,7 @@ def open_search(
         same=[AUTOCAST_DTYPE],
         scaler=[name for name in fixed if name.startswith("grad_scaler/")],
         late=[EPS, AMSGRAD],
+        families={AUTOCAST_DTYPE: lessons.families} if plan.parameters.dtype == "both" else None,
     )
     return open_study(
         storage,
@@ -293,9 +294,10 @@ def candidates_of(
     """Return the baselines, then the found policies, in their shortest form, that are better than each of them.
 
     At most `MAX_FINALISTS` for the preference that was asked for and the best for each other one, so that a choice can
-    be made again. Found policies that a proof has `refuted` stand beside them, and baselines that it has refuted are no
-    more to be better than. Of found policies with the same precisions only the one with the default optimizer settings
-    stands; one with other settings where they lower the loss beside it.
+    be made again; where both dtypes are searched, the best of each. Found policies that a proof has `refuted` stand
+    beside them, and baselines that it has refuted are no more to be better than. Of found policies with the same
+    precisions only the one with the default optimizer settings stands; one with other settings where they lower the
+    loss beside it.
     """
     settings = plan.settings
     records = [record for record in study.records if not record.is_cached]
@@ -305,6 +307,9 @@ def candidates_of(
     found = [c for c in found if c.fits(settings.memory_budget_bytes) and c.key not in known]
     standing = [c for c in baselines if c.key not in known]
     finalists = _finalists(standing, found, settings.prefer, plan.worth)[:MAX_FINALISTS]
+    for dtype in plan.parameters.families if plan.parameters.dtype == "both" else ():
+        own = [c for c in found if dtype in c.policy.low_precisions]
+        finalists += [c for c in _finalists(standing, own, settings.prefer, plan.worth)[:1] if c not in finalists]
     for other in PREFERENCES:
         finalists += [c for c in _finalists(standing, found, other, plan.worth)[:1] if c not in finalists]
     taken = {c.key for c in (*baselines, *refuted)}
@@ -362,7 +367,7 @@ def _finalists(
 
 
 def _precisions(candidate: Candidate) -> tuple[Any, ...]:
-    return candidate.policy.default, tuple(candidate.policy.modules.items())
+    return candidate.policy.default, candidate.policy.dtype, tuple(candidate.policy.modules.items())
 
 
 def _candidate(record: TrialRecord) -> Candidate:

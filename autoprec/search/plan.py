@@ -15,7 +15,7 @@ import torch
 
 from autoprec.apply import describe_model, read_structure
 from autoprec.apply.portability import has_native_bf16
-from autoprec.errors import UsageError, did_you_mean
+from autoprec.errors import AutoprecError, UsageError, did_you_mean
 from autoprec.estimates.gpus import gpu_by_name
 from autoprec.policy import ModelInfo, Policy, content_hash, load_policy
 from autoprec.search.arms import AUTOCAST_BF16, AUTOCAST_FP16, FP32, PRESENT_POLICY, Arm, baselines, warm_starts
@@ -27,7 +27,10 @@ from autoprec.search.parameters import Parameters, build_parameters
 from autoprec.search.proof import Proof
 from autoprec.search.samplers import SAMPLERS
 from autoprec.search.scoring import OBJECTIVES, Limits
-from autoprec.search.space import SearchSpace, load_space
+from autoprec.search.space import AskedDtype, SearchSpace, load_space
+from autoprec.search.storage import sqlite_url
+from autoprec.search.study import stored_identity
+from autoprec.search.study_dtype import StudyDtype, as_dtype, choose_dtype, resolve_space
 from autoprec.search.worth import Prefer, Worth, as_preference
 from autoprec.tasks.batches import BatchStream, cut_batch, move_batch
 from autoprec.tasks.code import code_digest
@@ -81,6 +84,8 @@ class SearchSettings:
             or a policy file; None: stock autocast, in BF16 where the target has it. No part of the study's identity.
         worth: what a gain has to be; no part of the study's identity.
         space: name of a built-in search space or a TOML file; None chooses by the model's structure.
+        dtype: "bf16", "fp16", "both" (each policy is of one of them), "mixed" (BF16 with FP16 modules) or "auto": what
+            the space says, else BF16 where the target has BF16 units and FP16 elsewhere.
         num_workers: trials at once on a CPU, where no time is measured; None takes `default_num_workers`.
         devices: CUDA devices of one product that run a trial each at the same time; empty: the trials' own alone.
         storage: an Optuna database URL; None takes `study.db` in the output folder.
@@ -101,6 +106,7 @@ class SearchSettings:
     compare: str | Path | Policy | None = None
     worth: Worth = field(default_factory=Worth)
     space: str | Path | None = None
+    dtype: AskedDtype = "auto"
     num_workers: int | None = None
     devices: Sequence[str] = ()
     storage: str | None = None
@@ -121,6 +127,7 @@ class SearchSettings:
             nearest = did_you_mean(self.sampler, SAMPLERS)
             raise UsageError(f"sampler {self.sampler!r}; allowed: {', '.join(SAMPLERS)}{nearest}")
         as_preference(self.prefer)
+        as_dtype(self.dtype)
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise UsageError(f"timeout is {self.timeout_seconds:g} s; a positive number is needed")
         if self.memory_budget_bytes is not None and not 0 < self.memory_budget_bytes < float("inf"):
@@ -212,31 +219,29 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         lift_half_parameters(model)
     batch = move_batch(next(BatchStream(task.train_batches, num_samples=task.num_samples)), torch.device("cpu"))
     units = _find_units(task, model, batch)
-    space = _space(settings, model)
     target, here = target_of(trial)
     native_bf16 = _has_native_bf16(trial, here=here)
+    as_written = _space(settings, model)
+    info = describe_model(read_structure(model), task.name)
+    dtype = choose_dtype(settings.dtype, as_written, native_bf16=native_bf16, target=target)
+    identity = _identity(task, trial, settings, info, resolve_space(as_written, dtype), dtype)
+    if settings.dtype == "auto" and dtype == "bf16" and not as_written.named_choices & {"bf16"}:
+        older = _identity(task, trial, settings, info, resolve_space(as_written, "fp16"), "fp16")
+        if _goes_on(settings, task, older):
+            dtype, identity = "fp16", older
+            notes.append("this study was begun in FP16 and goes on in it; --dtype bf16 is another study")
+    space = resolve_space(as_written, dtype)
     parameters = build_parameters(
         build_decisions(units, space, model, composites=units.composites),
         space,
         optimizer_defaults=_optimizer_defaults(task),
         native_bf16=native_bf16,
+        dtype=dtype,
         fp32_code=[name for name, refused in units.composites.items() if "autocast" in refused],
     )
     present, present_arms, present_notes = _present(settings.compare, parameters, trial, native_bf16=native_bf16)
     notes += present_notes
-    info = describe_model(read_structure(model), task.name)
-    identity = study_identity(
-        task=task_identity(task),
-        trial=trial_identity(trial),
-        objectives=dict(OBJECTIVES),
-        model=content_hash(info.model_dump_json()),
-        space=content_hash(space.model_dump_json()),
-        sampler=settings.sampler,
-        limits=dataclasses.asdict(settings.limits),
-        proof=settings.proof.identity,
-        versions=versions(),
-    )
-    name = settings.study_name or f"{file_name(task.name)}-{identity_hash(identity)}"
+    name = _study_name(settings, task, identity)
     return SearchPlan(
         task=task,
         trial=trial,
@@ -258,6 +263,39 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         present=present,
         capacity_bytes=_capacity(trial, here=here),
     )
+
+
+def _identity(
+    task: Task, trial: TrialSettings, settings: SearchSettings, model: ModelInfo, space: SearchSpace, dtype: StudyDtype
+) -> Identity:
+    """Return what identifies the study; one in FP16 does not name its dtype, as before there was a choice."""
+    return study_identity(
+        task=task_identity(task),
+        trial=trial_identity(trial),
+        objectives=dict(OBJECTIVES),
+        model=content_hash(model.model_dump_json()),
+        space=content_hash(space.model_dump_json(exclude={"dtype"})),
+        sampler=settings.sampler,
+        limits=dataclasses.asdict(settings.limits),
+        proof=settings.proof.identity,
+        versions=versions(),
+        **({} if dtype == "fp16" else {"dtype": dtype}),
+    )
+
+
+def _study_name(settings: SearchSettings, task: Task, identity: Identity) -> str:
+    return settings.study_name or f"{file_name(task.name)}-{identity_hash(identity)}"
+
+
+def _goes_on(settings: SearchSettings, task: Task, identity: Identity) -> bool:
+    """Whether the storage of this search holds the FP16 study of that name; what is wrong with it is told later."""
+    name = _study_name(settings, task, identity)
+    folder = Path(settings.output) if settings.output is not None else Path("runs") / file_name(name)
+    try:
+        stored = stored_identity(settings.storage or sqlite_url(folder / "study.db"), name)
+    except AutoprecError:
+        return False
+    return stored is not None and "dtype" not in stored
 
 
 def resolve_device(name: str | None) -> str:

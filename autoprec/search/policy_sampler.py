@@ -54,6 +54,9 @@ class PolicySampler(BaseSampler):
             values, its constraints teach nothing, and a policy that broke one may be proposed again.
         late: names in `fixed`, as `same`, that are searched after the precisions: from the trial number `LATE_AFTER` on
             every `LATE_EVERY`th trial gives the best policy so far another value of one of them.
+        families: the parameter that says of which family a policy is -> its values, each with the prior of that family.
+            Proposals take turns; objectives are learned from all trials, constraints and failures from those of the
+            family. None: there is one family.
         safe_choice: the choice that never makes a training fail.
         ignore_failed: trials in state FAIL say nothing about their policy (they were interrupted); False takes a failed
             trial for a failed training.
@@ -70,6 +73,7 @@ class PolicySampler(BaseSampler):
         same: Sequence[str] = (),
         scaler: Sequence[str] = (),
         late: Sequence[str] = (),
+        families: Mapping[str, Mapping[str, PolicyPrior]] | None = None,
         safe_choice: str = SAFE_CHOICE,
         ignore_failed: bool = False,
     ) -> None:
@@ -81,6 +85,9 @@ class PolicySampler(BaseSampler):
         self._same = {name: self._fixed[name] for name in (*same, *late) if name in self._fixed}
         self._scaler = {name: self._fixed[name] for name in scaler if name in self._fixed}
         self._searched_late = tuple(name for name in late if name in self._fixed)
+        self._families = [
+            (name, value, prior) for name, own in (families or {}).items() for value, prior in own.items()
+        ]
         self._safe_choice = safe_choice
         self._ignore_failed = ignore_failed
         self._last_place: tuple[Study, int, int] | None = None
@@ -143,8 +150,28 @@ class PolicySampler(BaseSampler):
         return fallback.sample_independent(study, trial, param_name, param_distribution)
 
     def _propose(self, study: Study, trial: FrozenTrial, space: Mapping[str, BaseDistribution]) -> Mapping[str, Any]:
+        place = self._place(study, trial)
+        number, prior, family = place, self._prior, None
+        if self._families:
+            number, turn = divmod(place, len(self._families))
+            name, value, prior = self._families[turn]
+            family = (name, value)
+        chosen = self._propose_in(study, trial, space, prior, family, number=number, place=place)
+        return chosen if family is None else {**chosen, family[0]: family[1]}
+
+    def _propose_in(
+        self,
+        study: Study,
+        trial: FrozenTrial,
+        space: Mapping[str, BaseDistribution],
+        prior: PolicyPrior,
+        family: tuple[str, str] | None,
+        *,
+        number: int,
+        place: int,
+    ) -> Mapping[str, Any]:
         trials = [t for t in study.get_trials(deepcopy=False) if t.number != trial.number]
-        encoding = encode_decisions(space, trials, self._prior, safe_choice=self._safe_choice)
+        encoding = encode_decisions(space, trials, prior, safe_choice=self._safe_choice)
         if not encoding.parameters:
             return {}
         history = read_history(
@@ -155,6 +182,7 @@ class PolicySampler(BaseSampler):
             ignore_failed=self._ignore_failed,
             same=self._same,
             scaler=self._scaler,
+            family=family,
         )
         weights = (
             np.ones(len(study.directions)) if self._preference is None else np.array(self._preference, dtype=float)
@@ -163,11 +191,10 @@ class PolicySampler(BaseSampler):
             raise ValueError(
                 f"preference is {self._preference}; {len(study.directions)} weights from 0, not all 0, are needed"
             )
-        place = self._place(study, trial)
         rng = np.random.default_rng([self._seed, place])
         if self._late(study, trial) is not None and history.feasible.any():
             return encoding.values(best_so_far(history, weights))
-        chosen = propose(encoding, history, self._prior, weights=weights, number=place, rng=rng)
+        chosen = propose(encoding, history, prior, weights=weights, number=number, rng=rng)
         return {} if chosen is None else encoding.values(chosen)
 
     def _place(self, study: Study, trial: FrozenTrial) -> int:

@@ -5,26 +5,31 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from scipy.special import ndtr  # type: ignore[import-untyped]
 
-from autoprec.policy import Number, Precision
+from autoprec.policy import LowPrecision, Number, Precision
 from autoprec.profiling.profile import Profile
 from autoprec.profiling.scaler_choice import choose_scaler
 from autoprec.search.decision import Decision
 from autoprec.search.parameters import Parameters, ParameterValue
 from autoprec.search.prior import CostPrior, PolicyPrior
-from autoprec.search.space import matches_any
+from autoprec.search.space import Choice, matches_any
 
-__all__ = ["Lessons", "learn_from_profile", "plain_prior", "unit_figures"]
+__all__ = ["Lessons", "learn_from_profile", "plain_lessons", "plain_prior", "unit_figures"]
 
 FP32_UNDER_AUTOCAST = ("LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm*", "LocalResponseNorm", "*Softmax*", "*Loss")
 """Classes that CUDA's autocast runs in FP32, so that they hand on FP32 and cannot overflow."""
 HEADROOM_ERROR_OCTAVES = 1.2
 """How far the range of a few steps may lie from that of a training, one standard deviation."""
+PIN_OUTPUT_ERROR = 0.1
+"""Relative error of a unit's output in half, as a share of its size, from which on it may be pinned to FP32: all but
+the first three bits are lost."""
+PIN_SCORE = 0.01
+"""The expected relative change of the loss that a unit so pinned must have besides: what nobody reads may be wrong."""
 PIN_OCTAVES = -0.5
 """A unit whose activations exceed FP16's largest by this much is pinned to FP32 without a trial."""
 NOTHING = 2e-4
@@ -39,27 +44,36 @@ class Lessons:
     """What a profile taught.
 
     Attributes:
-        prior: for the sampler; its `pinned` are the decisions that are not searched.
+        prior: for the sampler; its `pinned` are the decisions that are not searched, in no family.
+        families: dtype of `autocast` -> the prior of the policies that have it.
         fixed: the scaler's parameters -> their value.
         reasons: decision name -> why it is not searched.
         profile: where all that comes from; None where none was taken.
     """
 
     prior: PolicyPrior = field(default_factory=PolicyPrior)
+    families: Mapping[str, PolicyPrior] = field(default_factory=dict)
     fixed: Mapping[str, ParameterValue] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
     profile: Profile | None = None
+
+
+def plain_lessons(parameters: Parameters, unit_calls: Sequence[str]) -> Lessons:
+    """Return what is known without a profile."""
+    plain = plain_prior(parameters, unit_calls)
+    return Lessons(plain, dict.fromkeys(parameters.families, plain))
 
 
 def plain_prior(parameters: Parameters, unit_calls: Sequence[str]) -> PolicyPrior:
     """Return what is known without a profile: call order, borders, dtypes handed on, choices that are the same."""
     free = parameters.free_decisions
     pairs = _border_units(free, unit_calls)
+    dtype = parameters.families[0]
     return PolicyPrior(
         order=tuple(decision.parameter for decision in free),
         borders=tuple(pairs),
-        equal={(d.parameter, "fp16"): "autocast" for d in free if _is_same(parameters, d)},
-        flows={(d.parameter, choice): _flow(d, choice) for d in free for choice in d.choices},
+        equal={(d.parameter, parameters.half): "autocast" for d in free if _is_same(parameters, d)},
+        flows={(d.parameter, choice): _low(d, choice, dtype) or "fp32" for d in free for choice in d.choices},
     )
 
 
@@ -69,29 +83,39 @@ def learn_from_profile(
     """Turn a profile into the sampler's prior, the decisions that need no search, and the scaler's settings."""
     plain = plain_prior(parameters, unit_calls)
     free = parameters.free_decisions
-    reasons = {d.name: reason for d in free if (reason := _pin_reason(profile, d))}
-    prior = PolicyPrior(
-        order=plain.order,
-        borders=plain.borders,
-        pinned={d.parameter: _pinned_to(profile, d) for d in free if d.name in reasons},
-        equal=plain.equal,
-        flows=plain.flows,
-        costs=_costs(profile, free, _border_units(free, unit_calls)),
-        constraints={"loss_gap": _loss_prior(profile, free, max_loss_gap)},
-        failures={
-            (d.parameter, choice): _failure_probability(profile, d, choice) for d in free for choice in d.choices
-        },
-    )
-    return Lessons(prior, _scaler_values(profile, parameters), reasons, profile)
+    costs = _costs(profile, free, _border_units(free, unit_calls))
+    pins = {dtype: {d.name: pin for d in free if (pin := _pin(profile, d, dtype))} for dtype in parameters.families}
+    families: dict[str, PolicyPrior] = {}
+    for dtype, own in pins.items():
+        families[dtype] = replace(
+            plain,
+            pinned={d.parameter: own[d.name][0] for d in free if d.name in own},
+            costs=costs,
+            constraints={"loss_gap": _loss_prior(profile, free, dtype, max_loss_gap)},
+            failures={
+                (d.parameter, choice): _failure_probability(profile, d, choice, dtype)
+                for d in free
+                for choice in d.choices
+            },
+        )
+    first = parameters.families[0]
+    common = {n: pin for n, pin in pins[first].items() if all(own.get(n, ("",))[0] == pin[0] for own in pins.values())}
+    pinned = {d.parameter: common[d.name][0] for d in free if d.name in common}
+    prior = replace(families[first], pinned=pinned)
+    reasons = {name: reason for name, (_, reason) in common.items()}
+    return Lessons(prior, families, _scaler_values(profile, parameters), reasons, profile)
 
 
-def _flow(decision: Decision, choice: str) -> str:
-    lifted = choice == "autocast" and matches_any(decision.lead_type, FP32_UNDER_AUTOCAST)
-    return "fp32" if choice == "fp32" or lifted else "bf16" if choice == "bf16" else "half"
+def _low(decision: Decision, choice: str, dtype: LowPrecision) -> LowPrecision | None:
+    """Return the dtype that a choice computes in and hands on, where `autocast` is of `dtype`; None for FP32."""
+    if choice == "fp32" or (choice == "autocast" and matches_any(decision.lead_type, FP32_UNDER_AUTOCAST)):
+        return None
+    named: dict[str, LowPrecision] = {"fp16": "fp16", "bf16": "bf16"}
+    return named.get(choice, dtype)
 
 
 def _is_same(parameters: Parameters, decision: Decision) -> bool:
-    return {"autocast", "fp16"} <= set(decision.choices) and parameters.is_half_under_autocast(decision)
+    return {"autocast", parameters.half} <= set(decision.choices) and parameters.is_half_under_autocast(decision)
 
 
 def _border_units(decisions: Sequence[Decision], calls: Sequence[str]) -> dict[tuple[str, str], list[str]]:
@@ -126,9 +150,9 @@ def _costs(
     }
 
 
-def _saved(profile: Profile, decision: Decision, choice: Precision) -> tuple[float, float]:
+def _saved(profile: Profile, decision: Decision, choice: Choice) -> tuple[float, float]:
     """Return the seconds and peak bytes that a decision saves against FP32; BF16 counts as FP16."""
-    name: Precision = "fp16" if choice == "bf16" else choice
+    name: Precision = "autocast" if choice == "autocast" else "fp16"
     seconds = peak = 0.0
     for unit in decision.units:
         costs = profile.units[unit].costs if unit in profile.units else {}
@@ -138,20 +162,20 @@ def _saved(profile: Profile, decision: Decision, choice: Precision) -> tuple[flo
     return seconds, peak
 
 
-def _loss_prior(profile: Profile, decisions: Sequence[Decision], max_loss_gap: float) -> CostPrior:
+def _loss_prior(profile: Profile, decisions: Sequence[Decision], dtype: LowPrecision, max_loss_gap: float) -> CostPrior:
     """Errors of units that share a decision add up as independent ones do."""
     used: dict[tuple[str, str], float] = {}
-    for decision in decisions:
-        scores = [profile.units[unit].error_score for unit in decision.units if unit in profile.units]
-        share = min(1.0, math.sqrt(math.fsum(score**2 for score in scores)) / max_loss_gap)
-        for choice in decision.choices:
-            if _flow(decision, choice) != "fp32":
-                used[decision.parameter, str(choice)] = share
+    for decision, choice in ((d, c) for d in decisions for c in d.choices):
+        low = _low(decision, choice, dtype)
+        if low is not None:
+            scores = [profile.units[unit].error_score(low) for unit in decision.units if unit in profile.units]
+            share = math.sqrt(math.fsum(score**2 for score in scores)) / max_loss_gap
+            used[decision.parameter, str(choice)] = min(1.0, share)
     return CostPrior(units=used, relative_error=SCORE_ERROR, scale_error=SCORE_ERROR)
 
 
-def _failure_probability(profile: Profile, decision: Decision, choice: Precision) -> float:
-    if _flow(decision, choice) in ("fp32", "bf16"):
+def _failure_probability(profile: Profile, decision: Decision, choice: Choice, dtype: LowPrecision) -> float:
+    if _low(decision, choice, dtype) != "fp16":
         return 0.001
     seen = [profile.units[unit] for unit in decision.units if unit in profile.units]
     if any(unit.overflows for unit in seen):
@@ -161,24 +185,36 @@ def _failure_probability(profile: Profile, decision: Decision, choice: Precision
     return min(0.97, max(0.002, 1.0 - survives))
 
 
-def _pin_reason(profile: Profile, decision: Decision) -> str:
+def _pin(profile: Profile, decision: Decision, dtype: LowPrecision) -> tuple[Precision, str] | None:
+    """Return the precision of a decision that needs no search, and why; None where it is to be searched."""
     seen = {unit: profile.units[unit] for unit in decision.units if unit in profile.units}
+    lows = {_low(decision, choice, dtype) for choice in decision.choices} - {None}
     over = [u for u, p in seen.items() if p.headroom_octaves is not None and p.headroom_octaves <= PIN_OCTAVES]
-    if over:
+    if over and dtype == "fp16":
         unit = max(over, key=lambda name: seen[name].activations.maximum)
-        return f"overflows FP16: activations of {unit} reach {seen[unit].activations.maximum:.3g} in the profile"
+        return (
+            "fp32",
+            f"overflows FP16: activations of {unit} reach {seen[unit].activations.maximum:.3g} in the profile",
+        )
+    if lows == {dtype}:
+        errors = {unit: p.half[dtype] for unit, p in seen.items() if dtype in p.half}
+        lost = [
+            u for u, e in errors.items() if e.output >= PIN_OUTPUT_ERROR and seen[u].error_score(dtype) >= PIN_SCORE
+        ]
+        if lost:
+            unit = max(lost, key=lambda name: errors[name].output)
+            verb = "rounds" if dtype == "bf16" else "loses its values"
+            return (
+                "fp32",
+                f"{verb} in {dtype.upper()}: the output of {unit} is off by {errors[unit].output:.0%} in the profile",
+            )
     seconds, peak = profile.step_seconds.get("fp32", 0.0), profile.peak_bytes.get("fp32", 0.0)
     if seconds <= 0 or peak <= 0 or not all({"fp32", "autocast"} <= set(p.costs) for p in seen.values()) or not seen:
-        return ""
+        return None
     saved = [_saved(profile, decision, choice) for choice in decision.choices if choice != "fp32"]
     if all(abs(s) < NOTHING * seconds and abs(b) < NOTHING * peak for s, b in saved):
-        return f"half brings nothing: less than {NOTHING:.2%} of time and of memory in any precision"
-    return ""
-
-
-def _pinned_to(profile: Profile, decision: Decision) -> Precision:
-    rooms = [profile.units[u].headroom_octaves for u in decision.units if u in profile.units]
-    return "fp32" if any(room is not None and room <= PIN_OCTAVES for room in rooms) else "autocast"
+        return "autocast", f"half brings nothing: less than {NOTHING:.2%} of time and of memory in any precision"
+    return None
 
 
 def _scaler_values(profile: Profile, parameters: Parameters) -> dict[str, ParameterValue]:
@@ -207,16 +243,22 @@ def _offered(distribution: BaseDistribution) -> list[float]:
     return [low, (low + high) / 2, high]
 
 
-def unit_figures(profile: Profile, name: str, precision: Precision, scale: float) -> dict[str, Any]:
-    """Return the evidence that a profile has for one unit in one precision, as fields of `UnitEvidence`."""
+def unit_figures(
+    profile: Profile, name: str, precision: Precision, scale: float, dtype: LowPrecision = "fp16"
+) -> dict[str, Any]:
+    """Return the evidence that a profile has for one unit in one precision, as fields of `UnitEvidence`.
+
+    `dtype` is what `autocast` has in the policy; in BF16 there is no headroom and nothing is flushed.
+    """
+    dtype = precision if precision in ("fp16", "bf16") else dtype
     unit = profile.units.get(name)
     if unit is None:
         return {}
     figures: dict[str, Any] = {
-        "headroom_octaves": unit.headroom_octaves,
-        "flushed_share": unit.flushed_share(scale),
-        "error_score": unit.error_score,
+        "error_score": unit.error_score(dtype),
     }
+    if dtype == "fp16":
+        figures |= {"headroom_octaves": unit.headroom_octaves, "flushed_share": unit.flushed_share(scale)}
     known: Precision = "fp16" if precision == "bf16" else precision
     if {"fp32", known} <= set(unit.costs):
         before, after = unit.costs["fp32"], unit.costs[known]

@@ -17,7 +17,7 @@ from autoprec.search.events import Events
 from autoprec.search.lookahead import Measure
 from autoprec.search.plan import SearchPlan
 from autoprec.search.presence import Presence
-from autoprec.search.profile_prior import Lessons, learn_from_profile, plain_prior
+from autoprec.search.profile_prior import Lessons, learn_from_profile, plain_lessons
 from autoprec.trials.outcome import TrialSettings
 
 __all__ = ["Lessons", "Profiler", "learn"]
@@ -47,7 +47,7 @@ def learn(plan: SearchPlan, measure: Measure, events: Events, presence: Presence
             if profile is not None:
                 presence.study.set_user_attr(PROFILE, profile.model_dump(mode="json"))
     if profile is None:
-        return Lessons(plain_prior(plan.parameters, plan.unit_calls))
+        return plain_lessons(plan.parameters, plan.unit_calls)
     if presence.mark["role"] == "search" and _load(plan) is None:
         profile.save(plan.folder / FILE_NAME)
     lessons = learn_from_profile(

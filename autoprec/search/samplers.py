@@ -44,6 +44,7 @@ def build_sampler(
     same: Sequence[str] = (),
     scaler: Sequence[str] = (),
     late: Sequence[str] = (),
+    families: Mapping[str, Mapping[str, PolicyPrior]] | None = None,
 ) -> BaseSampler:
     """Return the sampler called `name`; parameters in `fixed` are never sampled, only enqueued trials differ.
 
@@ -64,6 +65,7 @@ def build_sampler(
             same=same,
             scaler=scaler,
             late=late,
+            families=families,
             ignore_failed=True,
         )
     held = {**(fixed or {}), **(prior.pinned if prior is not None else {})}

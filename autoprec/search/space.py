@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import fnmatch
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from autoprec.errors import UsageError, did_you_mean
-from autoprec.policy import Precision
 
-__all__ = ["Range", "Rule", "SearchSpace", "builtin_spaces", "load_space", "parse_space"]
+__all__ = ["AskedDtype", "Choice", "Range", "Rule", "SearchSpace", "builtin_spaces", "load_space", "parse_space"]
 
 Value = bool | int | float
+Choice = Literal["fp32", "autocast", "half", "fp16", "bf16"]
+"""A precision by name, or `half`: true half in the study's dtype."""
+AskedDtype = Literal["auto", "bf16", "fp16", "both", "mixed"]
+_HALVES = {"half", "fp16", "bf16"}
 
 
 class _Strict(BaseModel):
@@ -71,8 +74,8 @@ class Rule(_Strict):
 
     names: list[str] = Field(default_factory=list)
     types: list[str] = Field(default_factory=list)
-    choices: list[Precision] = Field(default_factory=list)
-    start: Precision | None = None
+    choices: list[Choice] = Field(default_factory=list)
+    start: Choice | None = None
     reason: str = Field(min_length=1, max_length=500)
     optional: bool = False
 
@@ -82,12 +85,19 @@ class Rule(_Strict):
             raise ValueError("a rule needs `names` or `types`")
         if not self.choices and self.start is None:
             raise ValueError("a rule needs `choices` or `start`")
-        if self.choices and self.start is not None and self.start not in self.choices:
+        if self.choices and self.start is not None and not _may_start(self.start, self.choices):
             raise ValueError(f"`start` is {self.start}, which is none of `choices`")
         return self
 
     def matches(self, name: str, type_name: str) -> bool:
         return matches_any(name, self.names) or matches_any(type_name, self.types)
+
+
+def _may_start(start: Choice, choices: Sequence[Choice]) -> bool:
+    """Whether `start` is a choice, in a study of some dtype at least."""
+    if start in choices:
+        return True
+    return start in _HALVES and ("half" in choices or (start == "half" and not _HALVES.isdisjoint(choices)))
 
 
 class SearchSpace(_Strict):
@@ -97,11 +107,12 @@ class SearchSpace(_Strict):
     description: str = Field(default="", max_length=500)
     granularity: Literal["leaf", "block", "stage", "type"] = "leaf"
     repeats: Literal["separate", "together"] = "together"
-    choices: list[Precision] = Field(default=["fp32", "autocast", "fp16"])
+    choices: list[Choice] = Field(default=["fp32", "autocast", "half"])
     followers: list[str] = Field(default_factory=list)
     rules: list[Rule] = Field(default_factory=list)
     grad_scaler: GradScalerRanges = GradScalerRanges()
     optimizer: OptimizerRanges = OptimizerRanges()
+    dtype: AskedDtype = "auto"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -109,9 +120,15 @@ class SearchSpace(_Strict):
         if missing:
             raise ValueError(f"`choices` lacks {', '.join(sorted(missing))}, which the baselines need")
         for rule in self.rules:
-            if rule.start is not None and rule.start not in self.choices:
+            if rule.start is not None and not _may_start(rule.start, self.choices):
                 raise ValueError(f"a rule starts from {rule.start}, which is none of `choices`")
         return self
+
+    @property
+    def named_choices(self) -> frozenset[Choice]:
+        """Every choice that the space and its rules name, and `start` where it is FP16 or BF16 by name."""
+        ruled = (choice for rule in self.rules for choice in (*rule.choices, *((rule.start,) if rule.start else ())))
+        return frozenset({*self.choices, *(c for c in ruled if c != "half")})
 
 
 def matches_any(text: str, globs: Iterable[str]) -> bool:
@@ -200,7 +217,7 @@ def _space_error(error: ValidationError, *, where: str) -> str:
     message = first["msg"].removeprefix("Value error, ")
     found = "" if first["type"] in ("value_error", "missing") else f"; found {str(first.get('input'))[:80]!r}"
     if first["type"] == "literal_error" and "choices" in first["loc"]:
-        found += did_you_mean(str(first.get("input")), get_args(Precision))
+        found += did_you_mean(str(first.get("input")), get_args(Choice))
     return f"search space {where}: {place}: {message}{found}"
 
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -20,14 +21,24 @@ from autoprec.errors import StudyError, UsageError
 from autoprec.policy import Policy
 from autoprec.search.arms import FP32, Arm
 from autoprec.search.fingerprint import Identity, first_difference
+from autoprec.search.network_folders import sqlite_path
 from autoprec.search.parameters import Parameters, ParameterValue
 from autoprec.search.policy_sampler import PolicySampler
 from autoprec.search.presence import HOLDER, Presence
 from autoprec.search.scoring import OBJECTIVES, Limits, constraint_values, objective_values
+from autoprec.search.storage import opened
 from autoprec.search.trial_history import CACHED_FROM, FAILED_UNIT
 from autoprec.trials.outcome import Outcome
 
-__all__ = ["TrialRecord", "SearchStudy", "load_or_create", "open_study", "is_finished", "read_record"]
+__all__ = [
+    "TrialRecord",
+    "SearchStudy",
+    "is_finished",
+    "load_or_create",
+    "open_study",
+    "read_record",
+    "stored_identity",
+]
 
 IDENTITY = "autoprec:identity"
 EXHAUSTED = "autoprec:exhausted"
@@ -188,10 +199,14 @@ class SearchStudy:
         failed = self.parameters.owner_of(outcome.first_non_finite.module) if outcome.first_non_finite else None
         if failed is not None and self._blames(outcome, is_arm="arm" in known):
             trial.set_user_attr(FAILED_UNIT, failed)
-        for name, value in constraint_values(outcome, fp32, self.limits).items():
+        for name, value in self._constraints(outcome, fp32).items():
             trial.set_constraint(name, value)
         trial.set_user_attr("outcome", outcome.model_dump(mode="json"))  # the last: see `reconcile`
         return read_record(self._close(trial.number, outcome, fp32))
+
+    def _constraints(self, outcome: Outcome, fp32: Outcome) -> dict[str, float]:
+        values = constraint_values(outcome, fp32, self.limits)
+        return {n: v for n, v in values.items() if n != "skip_rate" or self.parameters.has_grad_scaler}
 
     def _close(self, number: int, outcome: Outcome, fp32: Outcome) -> FrozenTrial:
         if outcome.kind == "aborted":
@@ -359,6 +374,21 @@ def load_or_create(
                 "settings are another study by themselves), or the settings that it was begun with"
             )
     return study
+
+
+def stored_identity(url: str, name: str) -> Identity | None:
+    """Return the identity of the study of that name in the database at `url`; None where either is not there.
+
+    Raises:
+        UsageError, StudyError: as `opened`.
+    """
+    path = sqlite_path(url)
+    if path is not None and not Path(path).exists():
+        return None  # opening would make it
+    with opened(url) as storage:
+        known = {study.study_name: study.user_attrs for study in storage.get_all_studies()}
+        found: Identity | None = known.get(name, {}).get(IDENTITY)
+        return found
 
 
 def _name_objectives(study: Study) -> None:

@@ -100,35 +100,40 @@ def read_history(
     ignore_failed: bool,
     same: Mapping[str, Any],
     scaler: Mapping[str, Any] | None = None,
+    family: tuple[str, Any] | None = None,
 ) -> TrialHistory:
     """Read the trials of a study; one that lacks a decision, or has another choice for it, is left out.
 
     Trials whose other parameters are not those of `same` say nothing about precisions: they only count as asked for.
     Those with other values than `scaler` say nothing about constraints, all units safe excepted: what broke one counts
-    as not asked for.
+    as not asked for. Those with another value of the parameter `family` only teach what policies cost.
     """
     seen: set[tuple[int, ...]] = set()
     verdicts: list[Verdict] = []
     numbers: list[FrozenTrial] = []
     chosen: list[tuple[int, ...]] = []
     constrained: list[FrozenTrial] = []
+    foreign: list[bool] = []
     for trial in trials:
         row = encoding.numbers(trial.params)
         if row is None or (trial.state == TrialState.FAIL and ignore_failed):
             continue
-        is_other = row != encoding.safe and _differs(trial, scaler or {})
-        if not (is_other and any(value > 0 for value in trial.constraints.values())):
+        is_foreign = family is not None and row != encoding.safe and trial.params.get(family[0]) != family[1]
+        is_other = is_foreign or (row != encoding.safe and _differs(trial, scaler or {}))
+        if not is_foreign and not (is_other and any(value > 0 for value in trial.constraints.values())):
             seen.add(row)
         if not trial.state.is_finished() or CACHED_FROM in trial.user_attrs:
             continue
         if _differs(trial, same):
             continue
         failed = _has_failed(trial)
-        verdicts.append(Verdict(row, failed, _named(encoding, trial)))
+        if not is_foreign:
+            verdicts.append(Verdict(row, failed, _named(encoding, trial)))
         if not failed and (trial.values is not None or any(name != FINITE for name in trial.constraints)):
             numbers.append(trial)
             chosen.append(row)
             constrained += [] if is_other else [trial]
+            foreign.append(is_foreign)
     reference = next((t for t, row in zip(numbers, chosen, strict=True) if row == encoding.safe and t.values), None)
     return TrialHistory(
         chosen=np.array(chosen, dtype=np.intp).reshape(len(chosen), len(encoding.parameters)),
@@ -138,7 +143,11 @@ def read_history(
         ],
         constraints=_constraints(numbers, constrained, reference),
         feasible=np.array(
-            [bool(t.values) and all(v <= 0 for v in t.constraints.values()) for t in numbers], dtype=bool
+            [
+                bool(t.values) and all(v <= 0 for v in t.constraints.values()) and not other
+                for t, other in zip(numbers, foreign, strict=True)
+            ],
+            dtype=bool,
         ),
         verdicts=verdicts,
         seen=frozenset(seen),

@@ -80,7 +80,8 @@ def _learn(
         if precision == "fp32":
             return False
         for peer in _peers(unit, structure, refused):
-            refused[peer].setdefault(precision, f"next to units of other precisions: {reason}")
+            for other in ("fp16", "bf16") if precision == "fp16" else (precision,):  # what mixes badly does in either
+                refused[peer].setdefault(other, f"next to units of other precisions: {reason}")
         return True
     holds_composites = any(lies_in(name, place) and name not in (place, *refused) for name in calls)
     if not place or holds_composites:

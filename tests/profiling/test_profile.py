@@ -79,7 +79,7 @@ def test_it_tells_the_unit_that_overflows_from_the_harmless_ones(profile: Profil
     for name in ("mid", "norm", "head"):
         assert not profile.units[name].overflows
         assert profile.units[name].headroom_octaves > 5
-        assert 0 < profile.units[name].error_score < 0.1
+        assert 0 < profile.units[name].error_score() < 0.1
 
 
 def test_costs_are_those_of_the_estimates_in_each_precision(profile: Profile) -> None:

@@ -73,8 +73,8 @@ def test_the_error_is_the_rounded_units_difference_weighed_by_the_gradient() -> 
         (3.0 * model[1](hidden)).sum().backward()
     half = hidden.half().float() @ model[1].weight.half().float().T + model[1].bias.half().float()
     difference = (half.half().float() - model[1](hidden)).detach()
-    assert log["1"].forward_error == pytest.approx(float((3.0 * difference).square().sum()), rel=1e-3)
-    assert log["1"].gradient_error == 0.0  # 3 * 65536 overflows, which is the grad scaler's to answer
+    assert log["1"].half["fp16"].forward_error == pytest.approx(float((3.0 * difference).square().sum()), rel=1e-3)
+    assert log["1"].half["fp16"].gradient_error == 0.0  # 3 * 65536 overflows, which is the grad scaler's to answer
 
 
 @pytest.mark.parametrize(("scale", "lost"), [(1.0, 0.3 - float(torch.tensor(0.3).half())), (2.0**-24, 0.3)])
@@ -83,7 +83,9 @@ def test_the_gradients_part_is_what_its_rounding_at_the_scale_loses(scale: float
     with watch_ranges(model, ["1"], scale=scale) as log:
         output = model(torch.randn(5, 4))
         (0.3 * output).sum().backward()
-    assert log["1"].gradient_error == pytest.approx(float((lost * output.detach()).square().sum()), rel=1e-3)
+    assert log["1"].half["fp16"].gradient_error == pytest.approx(
+        float((lost * output.detach()).square().sum()), rel=1e-3
+    )
 
 
 def test_a_unit_whose_output_overflows_in_half_is_found_though_fp32_is_finite() -> None:
@@ -93,9 +95,9 @@ def test_a_unit_whose_output_overflows_in_half_is_found_though_fp32_is_finite() 
         model[1].weight.fill_(1e-4)
     with watch_ranges(model, ["0", "1"]) as log:
         model(torch.full((2, 64), 60.0)).sum().backward()
-    assert log["0"].overflows
+    assert log["0"].half["fp16"].overflows
     assert log["0"].activations.maximum == 64 * 3600.0
-    assert log["1"].overflows  # what it would be given in half does not fit
+    assert log["1"].half["fp16"].overflows  # what it would be given in half does not fit
     assert log["1"].activations.maximum < 100
 
 

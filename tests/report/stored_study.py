@@ -8,7 +8,7 @@ import optuna
 
 from autoprec.policy import Evidence, GradScalerSettings, Number, Policy, Recommendation, UnitEvidence, write_atomically
 from autoprec.probes.ranges import ExponentHistogram
-from autoprec.profiling.profile import PrecisionCost, Profile, UnitProfile
+from autoprec.profiling.profile import HalfError, PrecisionCost, Profile, UnitProfile
 from autoprec.search.arms import BASELINES
 from autoprec.search.export import proof_means
 from autoprec.search.front import build_front
@@ -134,7 +134,7 @@ def _profile() -> Profile:
     unit = UnitProfile(
         activations=ExponentHistogram(counts={-1: 3, 0: 1}, maximum=1.5),
         activation_gradients=ExponentHistogram(counts={-30: 1, -20: 3}, maximum=1e-6),
-        forward_error=1e-3,
+        half={"fp16": HalfError(forward=1e-3), "bf16": HalfError(forward=8e-3)},
         costs={**cost, "autocast": PrecisionCost(seconds=2e-3, peak_bytes=GIB / 2)},
     )
     return Profile(

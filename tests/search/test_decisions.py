@@ -13,6 +13,11 @@ from autoprec.policy import PRECISIONS, Precision
 from autoprec.search.decision import Decision
 from autoprec.search.decisions import build_decisions
 from autoprec.search.space import Rule, SearchSpace, load_space
+from autoprec.search.study_dtype import resolve_space
+
+
+def fp16_space(name: str) -> SearchSpace:
+    return resolve_space(load_space(name), "fp16")
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ def leaves(model: nn.Module) -> list[FakeUnit]:
 
 
 def decide(model: nn.Module, space: str, **changes: object) -> list[Decision]:
-    return build_decisions(leaves(model), load_space(space).model_copy(update=changes), model)
+    return build_decisions(leaves(model), fp16_space(space).model_copy(update=changes), model)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +105,7 @@ def test_block_granularity_names_blocks_and_keeps_what_is_outside_them(resnet18:
 
 
 def test_code_of_a_block_that_cannot_run_in_half_takes_the_choice_from_the_block(resnet18: nn.Module) -> None:
-    space = load_space("cnn").model_copy(update={"granularity": "block", "repeats": "separate"})
+    space = fp16_space("cnn").model_copy(update={"granularity": "block", "repeats": "separate"})
     refused: dict[str, dict[Precision, str]] = {"layer1.0": {"fp16": "index_put needs one dtype"}}
     decisions = build_decisions(leaves(resnet18), space, resnet18, composites=refused)
     block = next(d for d in decisions if d.name == "layer1.0")
@@ -116,7 +121,7 @@ def test_stage_granularity_names_the_runs_of_blocks(resnet18: nn.Module, small_v
 
 
 def test_code_inside_a_stage_that_cannot_run_in_half_takes_the_choice_from_the_stage(resnet18: nn.Module) -> None:
-    space = load_space("resnet").model_copy(update={"granularity": "stage"})
+    space = fp16_space("resnet").model_copy(update={"granularity": "stage"})
     refused: dict[str, dict[Precision, str]] = {"layer1.0": {"fp16": "index_put needs one dtype"}}
     stages = {d.name: d for d in build_decisions(leaves(resnet18), space, resnet18, composites=refused)}
     assert stages["layer1"].choices == ("fp32", "autocast")
@@ -135,7 +140,7 @@ def test_tied_units_share_a_decision_at_every_granularity() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "blocks": nn.ModuleList(block), "head": nn.Linear(2, 4)})
     units = [replace(unit, tied=("head",)) if unit.name == "embed" else unit for unit in leaves(model)]
     for granularity in ("leaf", "block", "stage", "type"):
-        space = load_space("default").model_copy(update={"granularity": granularity})
+        space = fp16_space("default").model_copy(update={"granularity": granularity})
         shared = [d for d in build_decisions(units, space, model) if {"embed", "head"} & set(d.units)]
         assert len(shared) == 1
         assert {"embed", "head"} <= set(shared[0].units)
@@ -152,7 +157,7 @@ def test_a_rules_start_is_kept_by_the_decisions_that_share_it(small_vit: nn.Modu
 def test_what_a_unit_cannot_do_is_no_choice_and_keeps_its_reason() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))
     units = [FakeUnit("0", "Linear"), FakeUnit("1", "LSTM", ("fp32",), {"autocast": "refused", "fp16": "no kernel"})]
-    lstm = build_decisions(units, load_space("default"), model)[1]
+    lstm = build_decisions(units, fp16_space("default"), model)[1]
     assert lstm.is_pinned
     assert lstm.reasons == {"autocast": "refused", "fp16": "no kernel"}
 
@@ -177,7 +182,7 @@ def test_an_optional_rule_may_match_nothing(resnet18: nn.Module) -> None:
 
 def test_a_rule_for_layer_2_leaves_layer_20_alone() -> None:
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(21)])
-    space = load_space("default").model_copy(update={"rules": [Rule(names=["2"], choices=["fp32"], reason="r")]})
+    space = fp16_space("default").model_copy(update={"rules": [Rule(names=["2"], choices=["fp32"], reason="r")]})
     pinned = [d.name for d in build_decisions(leaves(model), space, model) if d.is_pinned]
     assert pinned == ["2"]
 
@@ -189,7 +194,7 @@ def test_units_that_share_a_weight_share_a_decision_and_its_choices() -> None:
         FakeUnit("mid", "Linear"),
         FakeUnit("head", "Linear", ("fp32", "autocast"), {"fp16": "no"}, tied=("embed",)),
     ]
-    decisions = build_decisions(units, load_space("default"), model)
+    decisions = build_decisions(units, fp16_space("default"), model)
     assert [(list(d.units), d.choices) for d in decisions] == [
         (["embed", "head"], ("fp32", "autocast")),
         (["mid"], ("fp32", "autocast", "fp16")),
@@ -199,7 +204,7 @@ def test_units_that_share_a_weight_share_a_decision_and_its_choices() -> None:
 def test_a_layer_that_holds_a_units_weight_and_is_never_called_goes_with_it() -> None:
     model = nn.ModuleDict({"shared": nn.Embedding(4, 2), "embed": nn.Embedding(4, 2), "mid": nn.Linear(2, 2)})
     units = [FakeUnit("embed", "Embedding", tied=("shared",)), FakeUnit("mid", "Linear")]
-    decisions = build_decisions(units, load_space("default"), model)
+    decisions = build_decisions(units, fp16_space("default"), model)
     assert [(d.name, list(d.units), d.depth) for d in decisions] == [
         ("embed", ["embed", "shared"], 0.0),
         ("mid", ["mid"], 1.0),

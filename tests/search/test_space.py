@@ -30,7 +30,7 @@ def test_each_builtin_space_loads_under_its_own_name_with_the_defaults_in_its_ra
     assert space.description
     assert space.grad_scaler.init_scale is not None
     assert {32768.0, 65536.0} <= set(space.grad_scaler.init_scale.choices or [])
-    assert set(space.choices) == {"fp32", "autocast", "fp16"}
+    assert set(space.choices) == {"fp32", "autocast", "half"}
     assert all(rule.optional for rule in space.rules)
 
 
@@ -96,7 +96,11 @@ def test_a_space_that_inherits_from_itself_is_refused(
             'name = "x"\n[[rules]]\nnames = ["a"]\nchoices = ["fp32"]\nstart = "fp16"\nreason = "r"',
             ["rules.0", "none of `choices`"],
         ),
-        ('name = "x"\n[[rules]]\nnames = ["a"]\nstart = "bf16"\nreason = "r"', ["starts from bf16"]),
+        (
+            'name = "x"\nchoices = ["fp32", "autocast", "fp16"]\n'
+            '[[rules]]\nnames = ["a"]\nstart = "bf16"\nreason = "r"',
+            ["starts from bf16"],
+        ),
         ("name = ", ["mine.toml", "not TOML"]),
     ],
     ids=[

@@ -161,7 +161,9 @@ LEAVES = [name for net in (TinyNet(), Chain()) for name, part in net.named_modul
 UNITS = parents_of(LEAVES)
 
 
-def tiny_plan(folder: object = None, *, task: Task | None = None, seed: int = 0, **settings: object) -> SearchPlan:
-    return prepare_search(
-        task or tiny_task(), trial=TrialSettings(seed=seed), settings=SearchSettings(output=folder, **settings)
-    )
+def tiny_plan(
+    folder: object = None, *, task: Task | None = None, seed: int = 0, gpu: str = "a100-80", **settings: object
+) -> SearchPlan:
+    """Prepare a search of the tiny task; in FP16, where scaler and overflows are, unless `dtype` says otherwise."""
+    wanted = SearchSettings(**{"output": folder, "dtype": "fp16", **settings})
+    return prepare_search(task or tiny_task(), trial=TrialSettings(seed=seed, gpu=gpu), settings=wanted)

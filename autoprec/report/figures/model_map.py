@@ -46,7 +46,7 @@ def sensitivity_map(search: SavedSearch) -> go.Figure | None:
     """
     if search.profile is None or not search.units:
         return None
-    scores = {name: max(unit.error_score, 1e-9) for name, unit in search.profile.units.items()}
+    scores = {name: max(unit.error_score(search.policy.dtype), 1e-9) for name, unit in search.profile.units.items()}
     values = {name: math.log10(score) for name, score in scores.items()}
     for name in list(values):
         for above in [ROOT, *(prefixes_of(parent_of(name)) if parent_of(name) else [])]:
