@@ -92,7 +92,7 @@ def _single(unit: UnitLike, space: SearchSpace) -> Decision:
 
 def _with_half(refused: Mapping[Precision, str]) -> dict[str, str]:
     """Add why `half`, which may be either dtype, is refused: where one of the two is."""
-    known: dict[str, str] = {**refused}
+    known: dict[str, str] = dict(refused.items())
     either = refused.get("fp16") or refused.get("bf16")
     return known if either is None else {**known, "half": either}
 
