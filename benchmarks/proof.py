@@ -1,6 +1,7 @@
 """Print what the proof claims: false recommendations, planted harm, refusal, claimed ratios, verdicts of `verify`.
 
-    python benchmarks/proof.py [aa] [planted] [refusal] [verify] [--jobs 2] [--only FIRST:LAST] [--keep FOLDER]
+    python benchmarks/proof.py [aa] [planted] [rounding] [refusal] [verify]
+                               [--jobs 2] [--only FIRST:LAST] [--keep FOLDER]
 
 Cheap networks on scikit-learn's digits, trained for real; FP16 is emulated, memory computed and throughput predicted,
 save in `aa`, which measures the wall-clock time of its steps here. `--jobs` makes as many studies at once, one thread
@@ -28,10 +29,11 @@ import torch
 from proof_studies.hand_written import HAND_WRITTEN
 from proof_studies.planted import PLANTED
 from proof_studies.refusal import REFUSAL
+from proof_studies.rounding import ROUNDING
 from proof_studies.running import Finding
 from proof_studies.same import SAME
 
-PARTS = {"aa": SAME, "planted": PLANTED, "refusal": REFUSAL, "verify": HAND_WRITTEN}
+PARTS = {"aa": SAME, "planted": PLANTED, "rounding": ROUNDING, "refusal": REFUSAL, "verify": HAND_WRITTEN}
 
 
 def main(arguments: list[str]) -> None:

@@ -28,7 +28,7 @@ HEADROOM_ERROR_OCTAVES = 1.2
 PIN_OUTPUT_ERROR = 0.1
 """Relative error of a unit's output in half, as a share of its size, from which on it may be pinned to FP32: all but
 the first three bits are lost."""
-PIN_SCORE = 0.01
+PIN_SCORE = 1e-3
 """The expected relative change of the loss that a unit so pinned must have besides: what nobody reads may be wrong."""
 PIN_OCTAVES = -0.5
 """A unit whose activations exceed FP16's largest by this much is pinned to FP32 without a trial."""

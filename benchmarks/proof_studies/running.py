@@ -45,10 +45,20 @@ def inline(task: Task) -> Measure:
     return lambda policy, settings: run_trial(task, policy, settings)
 
 
-def search(task: Task, folder: Path, *, seed: int, measure: Measure | None = None, **settings: Any) -> SearchResult:
+def search(
+    task: Task,
+    folder: Path,
+    *,
+    seed: int,
+    measure: Measure | None = None,
+    trial: TrialSettings | None = None,
+    **settings: Any,
+) -> SearchResult:
     shutil.rmtree(folder, ignore_errors=True)
     plan = prepare_search(
-        task, trial=trial_settings(seed), settings=SearchSettings(**{"n_trials": 10, "output": folder, **settings})
+        task,
+        trial=trial or trial_settings(seed),
+        settings=SearchSettings(**{"n_trials": 10, "output": folder, **settings}),
     )
     return run_search(plan, measure or inline(task))
 
