@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from autoprec import Policy, apply_policy, emulate
 from autoprec.errors import StudyError
 from autoprec.policy import GradScalerSettings
-from autoprec.probes.ranges import ExponentHistogram
+from autoprec.probes.ranges import ExponentHistogram, watch_ranges
 from autoprec.profiling.profile import PrecisionCost, Profile, UnitProfile
 from autoprec.profiling.run import profile_as_json, take_profile
 from autoprec.profiling.scaler_choice import choose_scaler, judge_scaler, scale_window, whole_maxima
@@ -195,3 +197,120 @@ def test_growth_that_a_short_trial_never_sees_is_judged_over_a_long_run() -> Non
     assert judge_scaler(maxima, gradients, eager, num_steps=4) < 0.3
     assert judge_scaler(maxima, gradients, eager, num_steps=2000) > 0.3
     assert judge_scaler(maxima, gradients, GradScalerSettings(init_scale=256.0), num_steps=2000) < 0.01
+
+
+class RootMeanSquare(nn.Module):
+    """A hand-written RMSNorm: the squares of values near 400 overflow FP16, its output is then 0 and finite."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class LargeNorm(nn.Linear):
+    """Normalises large, nearly equal values: BF16 has steps of 16 between 2,048 and 4,096."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(super().forward(x) + 3000.0, (self.out_features,))
+
+
+class LongSum(nn.Linear):
+    """Sums 100,000 terms near 1 and takes the level off."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        terms = 1.0 + 1e-3 * super().forward(x)
+        return (terms.unsqueeze(-1).expand(*terms.shape, 100_000).sum(-1) - 100_000) / 100
+
+
+class FarPosition(nn.Linear):
+    """Embeds a position past 512, of which BF16 knows every fourth."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(super().forward(x) + 512.0)
+
+
+def rounded_task(harm: nn.Module, *, gain: float = 1.0) -> Task:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.norm, self.head = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+            self.harm = copy.deepcopy(harm)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.harm(gain * self.norm(self.first(x))))
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randn(32, 16, generator=generator), torch.randint(0, 4, (32,), generator=generator)) for _ in range(4)
+    ]
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    return Task(name="rounded", model=Network, train_batches=batches, eval_batches=batches, loss=loss)
+
+
+def lessons_in(dtype: str, profile: Profile):
+    half = {"fp16": "fp16", "bf16": "bf16"}.get(dtype, "half")
+    kinds = {"first": "Linear", "norm": "LayerNorm", "harm": "Harm", "head": "Linear"}
+    decisions = [Decision(name, {name: kind}, ("fp32", "autocast", half)) for name, kind in kinds.items()]
+    parameters = build_parameters(
+        decisions, load_space("default"), optimizer_defaults={}, native_bf16=True, dtype=dtype
+    )
+    return learn_from_profile(profile, parameters, list(kinds), max_loss_gap=0.5)
+
+
+def test_a_unit_that_overflows_inside_is_seen_though_its_ends_are_small() -> None:
+    task = rounded_task(RootMeanSquare(16), gain=400.0)
+    unit = take_profile(task, ["first", "norm", "harm", "head"], TrialSettings(seed=0)).units["harm"]
+    assert not unit.half["fp16"].overflows
+    assert unit.half["fp16"].output > 0.9
+    assert unit.error_score("fp16") > 0.01
+    assert unit.half["bf16"].output < 0.01
+
+
+def test_what_a_unit_gives_in_the_profile_is_what_a_policy_gives_in_a_trial() -> None:
+    module, x = RootMeanSquare(16), 400.0 * torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    with watch_ranges(module, [""]) as log:
+        exact = module(x)
+        exact.sum().backward()
+    for dtype in ("fp16", "bf16"):
+        applied = apply_policy(RootMeanSquare(16), Policy(default=dtype, dtype=dtype))
+        with emulate():
+            found = applied(x).detach()
+        lost = float((found - exact).detach().square().sum().sqrt() / exact.detach().square().sum().sqrt())
+        assert log[""].half[dtype].output_error == pytest.approx(lost, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "harm", [LargeNorm(16, 16), LongSum(16, 16), FarPosition(16, 16)], ids=lambda m: type(m).__name__
+)
+def test_what_bf16_rounds_away_is_pinned_to_fp32_with_its_reason_and_nothing_else(harm: nn.Module) -> None:
+    profile = take_profile(rounded_task(harm), ["first", "norm", "harm", "head"], TrialSettings(seed=0))
+    lessons = lessons_in("bf16", profile)
+    assert {name for name, choice in lessons.prior.pinned.items() if choice == "fp32"} == {"precision/harm"}
+    assert lessons.reasons["harm"].startswith("rounds in BF16: the output of harm is off by ")
+    for name in ("first", "norm", "head"):
+        assert profile.units[name].half["bf16"].output < 0.01
+        assert profile.units[name].error_score("bf16") < 0.01
+
+
+def test_where_both_dtypes_are_searched_each_has_its_own_pins() -> None:
+    task = rounded_task(RootMeanSquare(16), gain=400.0)
+    lessons = lessons_in("both", take_profile(task, ["first", "norm", "harm", "head"], TrialSettings(seed=0)))
+    assert lessons.families["fp16"].pinned.get("precision/harm") == "fp32"
+    assert "precision/harm" not in lessons.families["bf16"].pinned
+    assert "precision/harm" not in lessons.prior.pinned
+    assert lessons.families["bf16"].failures["precision/first", "half"] < 0.01
+
+
+def test_a_bf16_study_knows_no_scaler_and_no_headroom(profile: Profile) -> None:
+    assert not lessons_in("bf16", profile).fixed
+    figures = unit_figures(profile, "mid", "bf16", 65536.0, "bf16")
+    assert "headroom_octaves" not in figures
+    assert "flushed_share" not in figures
+    assert figures["error_score"] == profile.units["mid"].error_score("bf16")

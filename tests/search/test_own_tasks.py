@@ -71,7 +71,7 @@ def test_the_shortest_own_task_gives_policy_front_and_study(readme_task: Path, t
     written = load_policy(folder / "policy.json")
     assert result.policy.to_json() == written.to_json()
     assert result.recommendation == written.recommendation
-    assert {record.arm for record in result.records} >= {"fp32", "autocast fp16", "autocast bf16"}
+    assert {record.arm for record in result.records} >= {"fp32", "autocast bf16"}
     assert {record.number for record in result.front} <= {trial.number for trial in result.study.trials}
     assert len(result.front) >= 1
     assert result.study.study_name == result.plan.study_name
