@@ -20,6 +20,7 @@ from autoprec.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from autoprec.search.parameters import Parameters
     from autoprec.search.pipeline import SearchResult
     from autoprec.search.plan import SearchPlan
 
@@ -173,7 +174,8 @@ def _announce(plan: SearchPlan, console: Console) -> None:
     direction = "higher" if metric.higher_is_better else "lower"
     lines = [
         f"task      {plan.task.name}, trained here on {', '.join(plan.devices)}"
-        + ("" if plan.target_is_here else " with FP16 emulated"),
+        + ("" if plan.target_is_here else f" with {_arithmetic(parameters)}"),
+        f"dtype     {_dtype_told(parameters)}",
         f"target    {shape} on {plan.target} ({kind})",
         f"space     {plan.space.name}: {plan.space.description}; {len(parameters.free_decisions)} decisions, "
         f"{len(pinned)} pinned",
@@ -199,6 +201,29 @@ def _announce(plan: SearchPlan, console: Console) -> None:
     ]
     for line in lines:
         console.print(escaped(line), soft_wrap=True)
+
+
+def _arithmetic(parameters: Parameters) -> str:
+    """Say how the halves of a study are computed on this CPU."""
+    import torch
+
+    from autoprec.emulation.arithmetic import emulated_dtypes
+
+    has_own = torch.bfloat16 not in emulated_dtypes()
+    by_dtype = {
+        "bf16": "BF16 by this CPU's own instructions, CUDA's autocast rules emulated" if has_own else "BF16 emulated",
+        "fp16": "FP16 emulated",
+    }
+    return by_dtype.get(parameters.dtype, f"FP16 emulated, {by_dtype['bf16']}")
+
+
+def _dtype_told(parameters: Parameters) -> str:
+    return {
+        "bf16": "bf16, without a grad scaler",
+        "fp16": "fp16, with a grad scaler",
+        "both": "bf16 without and fp16 with a grad scaler, each policy of one of them",
+        "mixed": "bf16 with fp16 modules, and a grad scaler where there are some",
+    }[parameters.dtype]
 
 
 def _report(result: SearchResult, shares: dict[str, float], *, wall_seconds: float, format: str) -> None:

@@ -18,6 +18,7 @@ RULES: tuple[Callable[[Observations], Iterator[Finding]], ...] = (
     value_rules.batchnorm,
     value_rules.scale,
     value_rules.underflow,
+    value_rules.rounded,
     value_rules.half_loss,
     value_rules.half_softmax,
     cost_rules.no_half,

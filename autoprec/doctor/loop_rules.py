@@ -10,8 +10,12 @@ from autoprec.doctor.observations import Observations
 __all__ = ["misuse", "parameters"]
 
 
+MAX_LOST_UPDATES = 0.25
+"""Of the elements of one parameter that have a gradient."""
+
+
 def parameters(seen: Observations) -> Iterator[Finding]:
-    """Find parameters in half, an eps of 0, and weights that are lost."""
+    """Find parameters in half, updates that change nothing, an eps of 0, and weights that are lost."""
     if seen.half_parameters:
         names = list(seen.half_parameters)
         dtype = dtype_name(next(iter(seen.half_parameters.values())))
@@ -19,8 +23,22 @@ def parameters(seen: Observations) -> Iterator[Finding]:
             "half parameters",
             names[0].rpartition(".")[0],
             f"{len(names)} trainable parameters are {dtype}: {names_of(names)}",
-            "updates smaller than the last place of half are lost, and GradScaler refuses FP16 gradients",
+            "updates smaller than the last place of half are lost"
+            + (", and GradScaler refuses FP16 gradients" if dtype == "float16" else ""),
             "keep the model in FP32 (no model.half()) and take autocast or autoprec.apply_policy",
+        )
+    lost = {name: own for name, own in seen.updates.items() if own.share >= MAX_LOST_UPDATES}
+    if lost:
+        name, worst = max(lost.items(), key=lambda item: item[1].num_lost)
+        dtype = dtype_name(seen.half_parameters[name]) if name in seen.half_parameters else "half"
+        yield Finding(
+            "lost updates",
+            name.rpartition(".")[0],
+            f"{worst.share:.0%} of the updates of {name} changed nothing in {dtype}"
+            + (f"; also of {names_of([other for other in lost if other != name])}" if len(lost) > 1 else ""),
+            "a step below half of the last place is rounded away: 1 in 512 of a weight in bfloat16, 1 in 4096 in"
+            " float16; norms, whose weights are near 1, stand still first",
+            "FP32 parameters: autocast or autoprec.apply_policy computes in half and keeps them",
         )
     for optimizer, eps in seen.zero_eps.items():
         yield Finding(

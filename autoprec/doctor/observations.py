@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Birth", "Flushed", "Observations", "Products"]
+__all__ = ["Birth", "Flushed", "Observations", "Products", "Updates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,18 @@ class Flushed:
 
 
 @dataclass(slots=True)
+class Updates:
+    """Elements of one half parameter that had a gradient at a step, and those that the step left as they were."""
+
+    num_values: int = 0
+    num_lost: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.num_lost / max(1, self.num_values)
+
+
+@dataclass(slots=True)
 class Products:
     """Half products of one unit: operations, and operations once tensor cores have padded the sizes to 8."""
 
@@ -91,6 +103,8 @@ class Observations:
         stepped_while_scaled: steps that an optimizer took on gradients that were still scaled.
         stepped_on_non_finite: steps that were taken with non-finite gradients, and the first parameter.
         half_parameters: trainable parameters in less than FP32 -> dtype.
+        updates: name of a half parameter -> what its steps changed.
+        rounded: unit -> (dtype, a whole number that a cast of the forward pass changed, what it became).
         zero_eps: optimizer -> its eps, which is 0 in the dtype of its state.
         poisoned: buffers that are not finite, and the step at which they became so; parameters likewise.
         half_statistics: normalization layers whose running statistics are in half.
@@ -122,6 +136,8 @@ class Observations:
     stepped_while_scaled: list[int] = field(default_factory=list)
     stepped_on_non_finite: dict[int, str] = field(default_factory=dict)
     half_parameters: dict[str, torch.dtype] = field(default_factory=dict)
+    updates: dict[str, Updates] = field(default_factory=dict)
+    rounded: dict[str, tuple[torch.dtype, float, float]] = field(default_factory=dict)
     zero_eps: dict[str, float] = field(default_factory=dict)
     poisoned_buffers: dict[str, int] = field(default_factory=dict)
     poisoned_parameters: dict[str, int] = field(default_factory=dict)

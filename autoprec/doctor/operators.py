@@ -67,7 +67,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         backward = torch._C._current_graph_task_id() != -1
         unit = self._unit()
         self._note_cost(func, args, kwargs, result, name, unit, inputs, outputs)
-        self._note_half(name, unit, backward, outputs)
+        self._note_half(name, unit, backward, inputs, outputs)
         if name not in MAKES_NO_VALUE:
             self._note_birth(name, unit, backward, inputs, outputs)
         if backward and name in COMPARED and any(tensor.dtype in HALF for tensor in outputs):
@@ -90,7 +90,9 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 cause = "inf" if known else "finite values"
                 self._seen.births.append(Birth(step, unit, name, tensor.dtype, what, cause, backward))
 
-    def _note_half(self, name: str, unit: str, backward: bool, outputs: list[torch.Tensor]) -> None:
+    def _note_half(
+        self, name: str, unit: str, backward: bool, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
         half = [tensor for tensor in outputs if tensor.dtype in HALF]
         if half and name != "_to_copy":
             self._seen.used_half.add(half[0].dtype)
@@ -100,10 +102,21 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._seen.half_losses.setdefault(unit, name)
         if name == "_softmax" and half:
             self._seen.half_softmax.setdefault(unit, half[0].dtype)
+        if name == "_to_copy" and half:
+            self._note_rounded(unit, inputs[0], half[0])
         for tensor in half:
             if tensor.dtype is torch.float16 and tensor.numel() and name not in MAKES_NO_VALUE:
                 largest = float(torch.where(tensor.abs() < END_OF_FP16, tensor.abs(), 0.0).amax())
                 self._seen.largest_half[unit] = max(largest, self._seen.largest_half.get(unit, 0.0))
+
+    def _note_rounded(self, unit: str, given: torch.Tensor, cast: torch.Tensor) -> None:
+        """Note a cast that changes whole numbers: positions, times and targets are such, activations are not."""
+        if unit in self._seen.rounded or given.dtype not in (torch.float32, torch.float64) or given.requires_grad:
+            return
+        changed = (cast.to(given.dtype) != given) & torch.isfinite(given)
+        if bool(changed.any()) and bool((given == given.round()).all()):
+            value, became = given[changed][0], cast[changed][0]
+            self._seen.rounded[unit] = (cast.dtype, float(value), float(became))
 
     def _note_cost(
         self,

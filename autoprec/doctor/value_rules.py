@@ -9,7 +9,7 @@ import torch
 from autoprec.doctor.finding import Finding, dtype_name, names_of, place_of
 from autoprec.doctor.observations import Observations
 
-__all__ = ["batchnorm", "half_loss", "half_softmax", "non_finite_loss", "overflow", "scale", "underflow"]
+__all__ = ["batchnorm", "half_loss", "half_softmax", "non_finite_loss", "overflow", "rounded", "scale", "underflow"]
 
 MAX_SKIPPED_SHARE = 0.25
 """Of the second half of the steps. A scaler that starts at 65536 may skip the first few; later it should not."""
@@ -142,6 +142,22 @@ def half_softmax(seen: Observations) -> Iterator[Finding]:
             "small probabilities round to 0 and their logarithm is -inf; a policy that was proved may do it on purpose",
             "autocast computes it in FP32; in a policy give that module 'autocast'",
             is_wrong=False,
+        )
+
+
+def rounded(seen: Observations) -> Iterator[Finding]:
+    """Find whole numbers that a cast changed: positions, times, targets."""
+    for unit, (dtype, value, became) in list(seen.rounded.items())[:1]:
+        others = [name for name in seen.rounded if name != unit]
+        limit = 256 if dtype is torch.bfloat16 else 2048
+        yield Finding(
+            "rounded positions",
+            unit,
+            f"a whole number, {value:g}, became {became:g} in {dtype_name(dtype)}, in {place_of(unit)}"
+            + (f"; also in {names_of(others)}" if others else ""),
+            f"{dtype_name(dtype)} knows all whole numbers up to {limit} only: neighbouring positions, times or targets"
+            " become one",
+            f"keep {place_of(unit)} in FP32, or embed positions from integers",
         )
 
 

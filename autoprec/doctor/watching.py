@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoprec.apply import read_structure
-from autoprec.doctor.observations import Flushed, Observations
+from autoprec.doctor.observations import Flushed, Observations, Updates
 from autoprec.doctor.operators import HALF, OperatorWatch
 from autoprec.errors import ApplyError
 from autoprec.estimates import Gpu, gpu_by_name
@@ -72,6 +72,7 @@ class _Watcher:
         self.seen = seen
         self.operators = OperatorWatch(seen, lambda: self._unit, gpu)
         self._on_step = on_step
+        self._before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
         self._roots: list[nn.Module] = []
@@ -238,6 +239,9 @@ class _Watcher:
         self.operators.paused += 1
         self._note_parameters(optimizer)
         parameters = _parameters(optimizer)
+        self._before = [
+            (p, p.detach().clone(), p.grad != 0) for p in parameters if p.dtype in HALF and p.grad is not None
+        ]
         norm = float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         step = self.seen.num_steps + 1
         if not self._in_scaler and self._is_scaled and self._scale != 1.0:
@@ -254,6 +258,12 @@ class _Watcher:
         self.operators.paused -= 1
         found_inf = getattr(optimizer, "found_inf", None)
         self._stepped = found_inf is None or float(found_inf) == 0.0
+        if self._stepped:
+            for parameter, before, has_gradient in self._before:
+                updates = self.seen.updates.setdefault(self._name(parameter), Updates())
+                updates.num_values += int(has_gradient.sum())
+                updates.num_lost += int(((parameter.detach() == before) & has_gradient).sum())
+        self._before = []
         if not self._in_scaler:
             self._is_scaled = False
             self._end_step(skipped=False)

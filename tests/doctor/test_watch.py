@@ -195,3 +195,58 @@ def test_optimizers_that_share_a_scaler_and_accumulated_steps_are_no_misuse() ->
             scaler.update()
 
     assert diagnose(examine(train, num_steps=6)) == []
+
+
+def test_updates_that_bf16_parameters_lose_are_found_with_their_share() -> None:
+    """Steps of 1e-3 on weights of 1 are a quarter of BF16's last place below 1: none changes a norm's weight."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16)).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+
+    seen = examine(train, num_steps=4)
+    assert seen.updates["1.weight"].share == 1.0
+    finding = next(found for found in diagnose(seen) if found.name == "lost updates")
+    assert finding.unit in ("0", "1")
+    assert "in bfloat16" in finding.seen
+    assert not any("GradScaler" in found.why for found in diagnose(seen))
+
+
+def test_fp32_parameters_lose_no_updates() -> None:
+    assert examine(training(right), num_steps=6).updates == {}
+
+
+class Positions(nn.Module):
+    """Embeds positions by a layer; `last` is the largest of them."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 8)
+        self.last = last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(torch.arange(self.last + 1.0)[-4:, None])
+
+
+@pytest.mark.parametrize(
+    ("last", "dtype", "found"), [(300, "bfloat16", True), (255, "bfloat16", False), (300, "float16", False)]
+)
+def test_positions_that_a_cast_rounds_are_found(last: int, dtype: str, found: bool) -> None:
+    def train() -> None:
+        model = Positions(last)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=getattr(torch, dtype)):
+                loss = model(torch.randn(4, 8)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+
+    with emulate():
+        findings = [each for each in diagnose(examine(train, num_steps=2)) if each.name == "rounded positions"]
+    assert [(each.unit, each.seen.split(",")[1].strip()) for each in findings] == ([("layer", "297")] if found else [])
