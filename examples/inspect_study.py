@@ -34,7 +34,9 @@ def show_study(study: optuna.Study, *, top: int) -> None:
     for trial in study.best_trials:
         label = trial.user_attrs.get("arm") or f"trial {trial.number}"
         numbers = ", ".join(f"{n} {v:.6g}" for n, v in zip(study.metric_names or [], trial.values, strict=True))
-        half = sum(value in ("fp16", "bf16") for key, value in trial.params.items() if key.startswith("precision/"))
+        half = sum(
+            value in ("fp16", "bf16", "half") for key, value in trial.params.items() if key.startswith("precision/")
+        )
         print(f"  front: {label}: {numbers}; {half} decisions in half, outcome {trial.user_attrs['outcome']['kind']}")
     for index, name in enumerate(study.metric_names or []):
         if len({trial.values[index] for trial in finished}) < 2:
