@@ -77,7 +77,7 @@ def scaled_autocast(parameters: Parameters, scaler: Mapping[str, ParameterValue]
 
     It costs no memory and no time, and is what the search of a scaler is for before all else.
     """
-    values = parameters.values(lambda decision: "autocast", scaler)
+    values = parameters.values(lambda decision: "autocast", {**scaler, AUTOCAST_DTYPE: "fp16"})
     chosen = parameters.policy(values).grad_scaler
     if chosen is None:
         return []

@@ -18,7 +18,16 @@ from autoprec.apply.portability import has_native_bf16
 from autoprec.errors import AutoprecError, UsageError, did_you_mean
 from autoprec.estimates.gpus import gpu_by_name
 from autoprec.policy import ModelInfo, Policy, content_hash, load_policy
-from autoprec.search.arms import AUTOCAST_BF16, AUTOCAST_FP16, FP32, PRESENT_POLICY, Arm, baselines, warm_starts
+from autoprec.search.arms import (
+    AUTOCAST_BF16,
+    AUTOCAST_FP16,
+    BASELINES,
+    FP32,
+    PRESENT_POLICY,
+    Arm,
+    baselines,
+    warm_starts,
+)
 from autoprec.search.decision import Decision
 from autoprec.search.decisions import build_decisions
 from autoprec.search.families import choose_space
@@ -239,7 +248,10 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         dtype=dtype,
         fp32_code=[name for name, refused in units.composites.items() if "autocast" in refused],
     )
+    first = baselines(parameters, native_bf16=native_bf16)
     present, present_arms, present_notes = _present(settings.compare, parameters, trial, native_bf16=native_bf16)
+    if present in BASELINES and present not in {arm.name for arm in first}:  # `compare` names the other dtype
+        present_arms = [Arm(present, parameters.values(lambda decision: "autocast"), BASELINES[present])]
     notes += present_notes
     name = _study_name(settings, task, identity)
     return SearchPlan(
@@ -248,7 +260,7 @@ def prepare_search(task: Task, *, trial: TrialSettings, settings: SearchSettings
         settings=settings,
         space=space,
         parameters=parameters,
-        arms=(*baselines(parameters, native_bf16=native_bf16), *present_arms, *warm_starts(parameters)),
+        arms=(*first, *present_arms, *warm_starts(parameters)),
         model=info,
         identity=identity,
         study_name=name,

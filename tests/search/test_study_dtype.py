@@ -220,3 +220,11 @@ def test_a_family_learns_costs_from_all_trials_and_failures_from_its_own() -> No
     assert best["fp16"].params["precision/a"] == "fp32"
     failed = [t for t in study.trials if t.constraints["finite"] > 0]
     assert 1 <= len(failed) <= 5  # of 12
+
+
+@pytest.mark.parametrize(
+    ("compare", "arm"), [("fp16", "autocast fp16"), ("bf16", "autocast bf16"), (None, "autocast bf16")]
+)
+def test_what_runs_today_is_an_arm_of_a_bf16_study_whatever_its_dtype(compare: str | None, arm: str) -> None:
+    plan = tiny_plan(dtype="bf16", compare=compare)
+    assert arm in [each.name for each in plan.arms if each.is_baseline]
