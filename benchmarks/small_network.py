@@ -86,7 +86,7 @@ def task() -> Task:
 
 
 def plan() -> SearchPlan:
-    return prepare_search(task(), trial=SETTINGS, settings=SearchSettings(space="default"))
+    return prepare_search(task(), trial=SETTINGS, settings=SearchSettings(space="default", dtype="fp16"))
 
 
 def every_policy(of: SearchPlan) -> dict[str, Policy]:

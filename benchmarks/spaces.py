@@ -74,7 +74,7 @@ def describe(space: str) -> str:
     """Return the row of one space."""
     model, build = FAMILIES[space]
     trial = TrialSettings()
-    plan = prepare_search(build(), trial=trial, settings=SearchSettings(space=space))
+    plan = prepare_search(build(), trial=trial, settings=SearchSettings(space=space, dtype="fp16"))
     free = plan.parameters.free_decisions
     governed = {name for decision in free for name in decision.units}
     full, half = (estimate(plan, plan.task, precision, trial) for precision in ("fp32", "fp16"))

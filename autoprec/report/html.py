@@ -132,8 +132,8 @@ def _map_figures(search: SavedSearch) -> Iterator[ReportFigure]:
     yield ReportFigure(
         "map-sensitivity",
         "map",
-        "Sensitivity to FP16",
-        "How far the loss moves, relative to itself, where this unit alone is rounded to FP16, as the profile saw it "
+        f"Sensitivity to {search.policy.dtype.upper()}",
+        "How far the loss moves, relative to itself, where this unit alone computes in half, as the profile saw it "
         "(measured here, on real batches). Tiles that hold others show the most sensitive of them.",
         model_map.sensitivity_map(search),
         "No profile was kept.",

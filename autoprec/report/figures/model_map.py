@@ -149,6 +149,9 @@ def _reason(search: SavedSearch, unit: str) -> str:
 def _ranges(search: SavedSearch, name: str) -> str:
     assert search.profile is not None
     unit = search.profile.units[name]
+    if search.policy.dtype == "bf16":
+        error = unit.half.get("bf16")
+        return "" if error is None else f"<br>output off by {error.output:.2%} in BF16"
     headroom = (
         ""
         if unit.headroom_octaves is None
