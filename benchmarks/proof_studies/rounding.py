@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autoprec.policy import load_policy
+from autoprec.policy import Policy, load_policy
+from autoprec.profiling.profile import Profile
+from autoprec.profiling.run import take_profile
 from autoprec.tasks import Task
-from autoprec.trials import TrialSettings
+from autoprec.trials import Outcome, TrialSettings, run_trial
 from proof_studies.networks import WIDTH, Block, digits_task
 from proof_studies.running import Finding, Part, counts, precision_of, search
 
@@ -84,10 +86,23 @@ def _task(number: int) -> tuple[Task, str]:
     return replace(plain, model=build), f"blocks.{place}.unit"
 
 
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """Trials in this process, and the profile: what BF16 rounds is seen there before any trial."""
+
+    task: Task
+
+    def __call__(self, policy: Policy, settings: TrialSettings) -> Outcome:
+        return run_trial(self.task, policy, settings)
+
+    def profile(self, units: Sequence[str], settings: TrialSettings, study_name: str) -> Profile:
+        return take_profile(self.task, units, settings, study_name=study_name)
+
+
 def _study(number: int, folder: Path) -> Finding:
     task, unit = _task(number)
     trial = TrialSettings(seed=number, device="cpu", gpu=GPU)
-    result = search(task, folder, seed=number, trial=trial)
+    result = search(task, folder, seed=number, trial=trial, measure=Profiled(task))
     policy = load_policy(folder / "policy.json")
     model = task.model()
     sampled = [record.policy for record in result.records if not record.arm]
