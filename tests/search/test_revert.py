@@ -15,9 +15,9 @@ from autoprec.search.parameters import Parameters
 from autoprec.search.pipeline import run_search
 from autoprec.search.proof import Proof
 from autoprec.search.ratios import paired_ratios
-from autoprec.search.worth import Candidate
 from autoprec.search.revert import give_back, savings
 from autoprec.search.verification import Verification
+from autoprec.search.worth import Candidate
 from autoprec.trials.outcome import Outcome, TrialSettings
 from autoprec.trials.target import TargetFigures
 
