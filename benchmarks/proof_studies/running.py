@@ -14,6 +14,7 @@ from autoprec.policy import Policy, resolve_precisions
 from autoprec.search.lookahead import Measure
 from autoprec.search.pipeline import SearchResult, run_search
 from autoprec.search.plan import SearchSettings, prepare_search
+from autoprec.search.worth import Worth
 from autoprec.tasks import Task
 from autoprec.trials import TrialSettings, run_trial
 
@@ -22,6 +23,9 @@ __all__ = ["FP32", "GPU", "Finding", "Part", "counts", "inline", "precision_of",
 FP32 = Policy(default="fp32")
 GPU = "v100"
 """Without BF16 units, so that plain autocast in BF16 is no way out."""
+
+EVERY_GAIN = Worth(min_gain=0.01, min_gain_with_scaler=0.01, min_memory_share=0.0)
+"""These networks are so small that no saving would matter on a GPU; here every one is to tempt the search."""
 
 Finding = dict[str, Any]
 """What one study found; crosses processes as JSON."""
@@ -55,11 +59,8 @@ def search(
     **settings: Any,
 ) -> SearchResult:
     shutil.rmtree(folder, ignore_errors=True)
-    plan = prepare_search(
-        task,
-        trial=trial or trial_settings(seed),
-        settings=SearchSettings(**{"n_trials": 10, "output": folder, **settings}),
-    )
+    chosen = {"n_trials": 10, "output": folder, "worth": EVERY_GAIN, "compare": "fp32", **settings}
+    plan = prepare_search(task, trial=trial or trial_settings(seed), settings=SearchSettings(**chosen))
     return run_search(plan, measure or inline(task))
 
 
