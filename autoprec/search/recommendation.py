@@ -234,7 +234,7 @@ class Telling:
             what = "did not train" if outcome.blames_precision else "could not be tried"
             return f"{name} {what} ({outcome.kind}: {outcome.message[:120]})"
         if verdict is not None and verdict.kind == "refuted":
-            return f"{name} lost accuracy or did not train ({verdict.reason})"
+            return f"{name} is refuted ({verdict.reason})"
         return f"{name} {verdict.reason}" if verdict is not None and verdict.kind == "failed" else ""
 
     def state_of(self, better: Sequence[Candidate]) -> str:
@@ -270,6 +270,8 @@ class Telling:
         start = sign * learned.metric.start
         moved = f"{start:.4g} at the start weights to {start + sign * gain.mean:.4g}"
         needed = found.num_steps_needed
+        least = found.proof.sensitivity * learned.metric.margin
+        shown = "no gain is shown" if gain.low <= 0 else f"a gain of {gain.low:.3g} is shown, {least:.3g} is needed"
         longer = (
             f"about {needed} steps would probably do (--proof-steps {needed})"
             if needed
@@ -277,8 +279,8 @@ class Telling:
         )
         return (
             f"FP32 itself learned too little for a proof: in {learned.num_steps} steps its {found.metric.name} went "
-            f"from {moved} (a gain of {max(0.0, gain.low):.3g} is shown, {found.proof.sensitivity:g} margins are "
-            f"needed), and a policy that learns nothing would look as good; {longer}"
+            f"from {moved} (over {gain.num_values} seeds {shown}), and a policy that learns nothing would look as "
+            f"good; {longer}"
         )
 
     def _too_noisy(self, would: str, better: Sequence[Candidate], verdicts: Sequence[Verdict]) -> str:
@@ -299,8 +301,12 @@ class Telling:
         return f"{would} {runs} cannot prove a margin of {margin:.3g} of {name}{could}{noise}"
 
 
+ADVICE = {"timeout:": "; give a longer --trial-timeout", "out_of_memory:": "; give a smaller --batch-size"}
+"""What helps against an end that says nothing of precision, by how its reason is told."""
+
+
 def _ended(reason: str) -> str:
-    return f"could not be made: {reason}"
+    return f"could not be made: {reason}" + next((advice for end, advice in ADVICE.items() if end in reason), "")
 
 
 def _over(ratio: Number | None, base: Number | None) -> str:

@@ -234,7 +234,7 @@ def test_where_fp32_learned_too_little_nothing_is_recommended_and_the_steps_that
 def test_refuted_policies_leave_fp32_which_needs_no_proof() -> None:
     choice = decide([FP32, FP16], {"autocast fp16": "refuted"})
     assert choice.kind == "fp32"
-    assert "FP32: autocast FP16 lost accuracy" in choice.sentence
+    assert "FP32: autocast FP16 is refuted" in choice.sentence
 
 
 @pytest.mark.parametrize(
