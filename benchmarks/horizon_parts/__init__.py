@@ -1,0 +1,1 @@
+"""What benchmarks/horizon.py trains, in which precisions, and how its outcomes are summed up."""
