@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +18,8 @@ QUANTITIES: tuple[tuple[Quantity, ...], ...] = (("metric",), ("loss",), ("metric
 MIN_LOSS_GAINS = (0.0, 0.02, 0.05, 0.1, 0.2)
 DEFAULT = Rule(share=0.1)
 HEADER = (
-    f"{'proved':>7} {'false':>6} {'refuted':>8} {'good':>5} {'open':>5} {'good':>5} {'insens.':>8} {'good':>5}"
-    f" {'good in all':>12}"
+    f"{'arms':>5} {'proved':>7} {'false':>6} {'refuted':>8} {'good':>5} {'open':>5} {'good':>5}"
+    f" {'insens.':>8} {'good':>5} {'good in all':>12}"
 )
 
 
@@ -32,7 +33,7 @@ class Counts:
         return sum(v == verdict and good in (None, g) for v, g in self.verdicts)
 
     def __str__(self) -> str:
-        parts = [f"{self.of('proved'):>7} {self.of('proved', good=False):>6}"]
+        parts = [f"{len(self.verdicts):>5} {self.of('proved'):>7} {self.of('proved', good=False):>6}"]
         for verdict, width in (("refuted", 8), ("open", 5), ("insensitive", 8)):
             parts.append(f"{self.of(verdict):>{width}} {self.of(verdict, good=True):>5}")
         return " ".join([*parts, f"{sum(good for _, good in self.verdicts):>12}"])
@@ -67,25 +68,22 @@ def lines(horizon: Horizon, lengths: Sequence[int]) -> Iterator[str]:
     yield from ("", "FP32's gain over the start weights: of the metric, and of the loss as a share of the start's")
     for n in lengths:
         yield f"{n:>6} {'':>13}" + "  ".join(f"{_gain(horizon, task, n):>13}" for task in horizon.tasks())
-    for share in SHARES:
-        for quantities in QUANTITIES:
-            rule = replace(DEFAULT, share=share, quantities=quantities)
-            yield from ("", f"margin {share:g} of FP32's gain, {' and '.join(quantities)}", f"{'steps':>6} {HEADER}")
-            yield from (f"{n:>6} {count(horizon, horizon.arms(n), n, rule)}" for n in lengths)
+    for share, quantities, watches in itertools.product(SHARES, QUANTITIES, (True, False)):
+        rule = Rule(share, quantities, watches_headroom=watches)
+        looked = "" if watches else ", headroom not looked at"
+        title = f"margin {share:g} of FP32's gain, {' and '.join(quantities)}{looked}"
+        yield from ("", title, f"{'steps':>6} {HEADER}")
+        yield from (f"{n:>6} {count(horizon, horizon.arms(n), n, rule)}" for n in lengths)
     yield from ("", f"margin {DEFAULT.share:g}, metric and loss: FP32's least gain in loss, as a share of the start's")
     yield f"{'gate':>6} {'steps':>6} {HEADER}"
     for gate in MIN_LOSS_GAINS:
         for n in lengths:
             yield f"{gate:>6g} {n:>6} {count(horizon, horizon.arms(n), n, replace(DEFAULT, min_loss_gain=gate))}"
-    for title, rule in (
-        ("by task", DEFAULT),
-        ("by task, headroom not looked at", replace(DEFAULT, watches_headroom=False)),
-    ):
-        yield from ("", f"margin {DEFAULT.share:g}, metric and loss, {title}", f"{'task':>8} {'steps':>6} {HEADER}")
-        for task in horizon.tasks():
-            for n in lengths:
-                arms = [arm for arm in horizon.arms(n) if arm[0] == task]
-                yield f"{task:>8} {n:>6} {count(horizon, arms, n, rule)}"
+    yield from ("", f"margin {DEFAULT.share:g}, metric and loss, by task", f"{'task':>8} {'steps':>6} {HEADER}")
+    for task in horizon.tasks():
+        for n in lengths:
+            arms = [arm for arm in horizon.arms(n) if arm[0] == task]
+            yield f"{task:>8} {n:>6} {count(horizon, arms, n, DEFAULT)}"
     yield from (
         "",
         f"errors at margin {DEFAULT.share:g}, metric and loss: kept of FP32's gain, metric/loss (0 is equal)",
