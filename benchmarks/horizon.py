@@ -1,11 +1,12 @@
 """Print what a short proof tells of a long training: rank correlations, false proofs and false refusals by length.
 
-    python benchmarks/horizon.py [--tasks cnn,vit] [--lengths 28,1200] [--seeds FIRST:LAST] [--keep FOLDER] [--table]
+    python benchmarks/horizon.py [--tasks cnn,vit] [--lengths 28,1200] [--seeds FIRST:LAST] [--policy bf16]
+                                 [--keep FOLDER] [--table]
 
-Seven small networks that learn, trained for real in FP32 and under fifteen policies each, to each length anew with the
-learning rate falling to zero and with paired seeds; FP16 and BF16 are emulated. It takes about an hour of one core.
-`--keep` stores each training's outcome, so that a run that was stopped, or made in parts, goes on and is summed up as
-one; `--table` sums up what is kept and trains nothing.
+Seven small networks that learn, trained for real in FP32 and under seventeen policies each, to each length anew with
+the learning rate falling to zero and with paired seeds; FP16 and BF16 are emulated. It takes hours of one core. `--keep`
+stores each training's outcome, so that a run that was stopped, or made in parts, goes on and is summed up as one;
+`--table` sums up what is kept and trains nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from horizon_parts.table import lines
 from horizon_parts.tasks import TASKS
 from horizon_parts.verdicts import Horizon
 
+from autoprec.search.metric import metric_of
+
 SEEDS = {28: 4, 40: 4, 80: 4, 160: 4, 400: 2, 1_200: 2}
 """Steps of a training, and on how many seeds it is made; the last is the end that the others are held against."""
 
@@ -35,6 +38,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tasks", default=",".join(TASKS), help=", ".join(TASKS))
     parser.add_argument("--lengths", default=",".join(map(str, SEEDS)), help="steps")
     parser.add_argument("--seeds", default=None, help="FIRST:LAST of all lengths, instead of each length's own number")
+    parser.add_argument("--policy", action="append", default=[], metavar="TEXT", help="those whose name holds it")
     parser.add_argument("--keep", type=Path, default=None)
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args(arguments)
@@ -48,22 +52,23 @@ def main(arguments: list[str]) -> None:
         if not options.table:
             for n in lengths:
                 first, last = (int(x) for x in options.seeds.split(":")) if options.seeds else (0, SEEDS.get(n, 2))
-                train_all(tasks, n, range(first, last), folder)
+                train_all(tasks, n, range(first, last), folder, options.policy)
         runs = load_runs(folder)
+    metrics = {name: metric_of(TASKS[name]()) for name in dict.fromkeys(run["task"] for run in runs)}
     seconds = sum(run["cpu_seconds"] for run in runs)
     print(f"{len(runs)} trainings, {seconds:.0f} s of CPU in all")
-    for line in lines(Horizon(runs), lengths):
+    for line in lines(Horizon(runs, metrics), lengths):
         print(line)
 
 
-def train_all(tasks: Sequence[str], num_steps: int, seeds: range, folder: Path) -> None:
+def train_all(tasks: Sequence[str], num_steps: int, seeds: range, folder: Path, policies: Sequence[str]) -> None:
     """Train whatever `folder` does not hold yet; one thread, in this process."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     folder.mkdir(parents=True, exist_ok=True)
     for task in tasks:
         built = TASKS[task]()
-        for run in plan_runs([task], [num_steps], seeds):
+        for run in plan_runs(task, num_steps, seeds, only=policies):
             path = run.path(folder)
             if path.exists():
                 continue

@@ -1,4 +1,4 @@
-"""Fifteen policies for each task, from harmless to harmful; "guarded" ones keep in FP32 what FP16 is known to break."""
+"""Seventeen policies a task, from harmless to harmful; "guarded" ones keep in FP32 what FP16 is known to break."""
 
 from __future__ import annotations
 
@@ -17,23 +17,27 @@ NEVER = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Names of a network's parts, as globs: what FP16 starves, what overflows in it, the norms, the stream between."""
+    """Names of a network's parts, as globs: what FP16 starves, what overflows in it, the norms, the stream between.
+
+    Through `last` goes every gradient but the head's.
+    """
 
     faint: str
     loud: str
     norms: str
     stream: str
+    last: str
 
 
-TRANSFORMER = Parts("faint", "loud", "*norm*", "blocks*")
+TRANSFORMER = Parts("faint", "loud", "*norm*", "blocks*", "norm")
 PARTS = {
-    "cnn": Parts("stem", "blocks.1.convolution", "*norm*", "blocks*"),
+    "cnn": Parts("stem", "blocks.1.convolution", "*norm*", "blocks*", "blocks"),
     "vit": TRANSFORMER,
-    "mlp": Parts("stem", "loud", "*norm*", "head"),
-    "unet": Parts("stem", "middle.0", "*.1", "up*"),
+    "mlp": Parts("stem", "loud", "*norm*", "head", "norm"),
+    "unet": Parts("stem", "middle.0", "*.1", "up*", "up"),
     "causal": TRANSFORMER,
     "masked": TRANSFORMER,
-    "lstm": Parts("faint", "loud", "*norm*", "lstm"),
+    "lstm": Parts("faint", "loud", "*norm*", "lstm", "norm"),
 }
 
 
@@ -47,7 +51,16 @@ def policies_of(task: str) -> dict[str, Policy]:
         "faint unit fp16": {parts.faint: "fp16", parts.loud: "fp32"},
         "loud unit fp16": {parts.faint: "fp32", parts.loud: "fp16"},
     }
+    last: dict[str, Precision] = {parts.last: "fp16", **guarded}
     return {
+        **{
+            f"last part fp16, loss scale 2^-{power} for good": Policy(
+                default="fp32",
+                modules=last,
+                grad_scaler=GradScalerSettings(init_scale=2.0**-power, growth_interval=NEVER),
+            )
+            for power in (22, 8)
+        },
         "autocast bf16": Policy(dtype="bf16"),
         "bf16 everywhere": Policy(default="bf16", dtype="bf16"),
         "autocast bf16, eps 1e-3": Policy(dtype="bf16", optimizer=OptimizerSettings(eps=1e-3)),

@@ -35,11 +35,14 @@ class Run:
         return folder / f"{self.task}_{name}_{self.num_steps}_{self.seed}.json"
 
 
-def plan_runs(tasks: Sequence[str], lengths: Sequence[int], seeds: Sequence[int]) -> Iterator[Run]:
-    """Yield every run of these tasks, lengths and seeds, the seeds outermost so that pairs are complete early."""
-    for task in tasks:
-        names = [REFERENCE, *policies_of(task)]
-        yield from (Run(task, name, n, seed) for seed in seeds for n in lengths for name in names)
+def plan_runs(task: str, num_steps: int, seeds: Sequence[int], *, only: Sequence[str] = ()) -> Iterator[Run]:
+    """Yield every run of a task and a length, the seeds outermost so that pairs are complete early.
+
+    Args:
+        only: parts of the names of policies; FP32 and those whose name holds one of them are trained. Empty: all.
+    """
+    names = [name for name in policies_of(task) if not only or any(part in name for part in only)]
+    yield from (Run(task, name, num_steps, seed) for seed in seeds for name in [REFERENCE, *names])
 
 
 def train(run: Run, task: Task, policy: Policy) -> dict[str, Any]:

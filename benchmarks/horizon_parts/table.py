@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from scipy.stats import spearmanr
 
-from horizon_parts.verdicts import END, Horizon, Quantity, Rule, Verdict
+from autoprec.search.judging import VerdictKind
+from autoprec.search.proof import Proof
+from horizon_parts.verdicts import END, Horizon, Quantity, Rule
 
 __all__ = ["lines"]
 
 SHARES = (0.05, 0.1)
 QUANTITIES: tuple[tuple[Quantity, ...], ...] = (("metric",), ("loss",), ("metric", "loss"))
 MIN_LOSS_GAINS = (0.0, 0.02, 0.05, 0.1, 0.2)
-DEFAULT = Rule(share=0.1)
+DEFAULT = Rule()
+SHARE = DEFAULT.proof.max_lost_share
 HEADER = (
     f"{'arms':>5} {'proved':>7} {'false':>6} {'refuted':>8} {'good':>5} {'open':>5} {'good':>5}"
     f" {'insens.':>8} {'good':>5} {'good in all':>12}"
@@ -27,14 +31,15 @@ HEADER = (
 class Counts:
     """How many policies of a length got which verdict, and how many of those are good at the end."""
 
-    verdicts: Sequence[tuple[Verdict, bool]]
+    verdicts: Sequence[tuple[VerdictKind, bool]]
 
-    def of(self, verdict: Verdict, *, good: bool | None = None) -> int:
+    def of(self, verdict: VerdictKind, *, good: bool | None = None) -> int:
         return sum(v == verdict and good in (None, g) for v, g in self.verdicts)
 
     def __str__(self) -> str:
         parts = [f"{len(self.verdicts):>5} {self.of('proved'):>7} {self.of('proved', good=False):>6}"]
-        for verdict, width in (("refuted", 8), ("open", 5), ("insensitive", 8)):
+        columns: tuple[tuple[VerdictKind, int], ...] = (("refuted", 8), ("open", 5), ("insensitive", 8))
+        for verdict, width in columns:
             parts.append(f"{self.of(verdict):>{width}} {self.of(verdict, good=True):>5}")
         return " ".join([*parts, f"{sum(good for _, good in self.verdicts):>12}"])
 
@@ -69,24 +74,25 @@ def lines(horizon: Horizon, lengths: Sequence[int]) -> Iterator[str]:
     for n in lengths:
         yield f"{n:>6} {'':>13}" + "  ".join(f"{_gain(horizon, task, n):>13}" for task in horizon.tasks())
     for share, quantities, watches in itertools.product(SHARES, QUANTITIES, (True, False)):
-        rule = Rule(share, quantities, watches_headroom=watches)
+        proof = Proof(max_lost_share=share, max_half=Proof().max_half if watches else math.inf)
+        rule = Rule(proof, quantities)
         looked = "" if watches else ", headroom not looked at"
         title = f"margin {share:g} of FP32's gain, {' and '.join(quantities)}{looked}"
         yield from ("", title, f"{'steps':>6} {HEADER}")
         yield from (f"{n:>6} {count(horizon, horizon.arms(n), n, rule)}" for n in lengths)
-    yield from ("", f"margin {DEFAULT.share:g}, metric and loss: FP32's least gain in loss, as a share of the start's")
+    yield from ("", f"margin {SHARE:g}, metric and loss: FP32's least gain in loss, as a share of the start's")
     yield f"{'gate':>6} {'steps':>6} {HEADER}"
     for gate in MIN_LOSS_GAINS:
         for n in lengths:
-            yield f"{gate:>6g} {n:>6} {count(horizon, horizon.arms(n), n, replace(DEFAULT, min_loss_gain=gate))}"
-    yield from ("", f"margin {DEFAULT.share:g}, metric and loss, by task", f"{'task':>8} {'steps':>6} {HEADER}")
+            yield f"{gate:>6g} {n:>6} {count(horizon, horizon.arms(n), n, Rule(Proof(min_loss_gain=gate)))}"
+    yield from ("", f"margin {SHARE:g}, metric and loss, by task", f"{'task':>8} {'steps':>6} {HEADER}")
     for task in horizon.tasks():
         for n in lengths:
             arms = [arm for arm in horizon.arms(n) if arm[0] == task]
             yield f"{task:>8} {n:>6} {count(horizon, arms, n, DEFAULT)}"
     yield from (
         "",
-        f"errors at margin {DEFAULT.share:g}, metric and loss: kept of FP32's gain, metric/loss (0 is equal)",
+        f"errors at margin {SHARE:g}, metric and loss: kept of FP32's gain, metric/loss (0 is equal)",
     )
     yield from _errors(horizon, lengths)
 

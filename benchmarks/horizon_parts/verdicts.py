@@ -1,52 +1,42 @@
-"""From kept runs to verdicts: what a policy keeps of FP32's gain over the start weights, at a length and at the end."""
+"""From kept runs to verdicts: the project's own judge at a length, and what is kept of FP32's gain at the end."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autoprec.search.statistics import interval
+from autoprec.search.judging import Contender, VerdictKind, judge
+from autoprec.search.metric import Metric
+from autoprec.search.proof import Proof
+from autoprec.search.sensitivity import what_was_learned
 from autoprec.trials.outcome import Outcome
+from horizon_parts.policies import FP32
 from horizon_parts.running import REFERENCE
 
-__all__ = ["END", "Horizon", "Quantity", "Rule", "Verdict"]
+__all__ = ["END", "Horizon", "Quantity", "Rule"]
 
 END = 1_200
 """Steps of the long training."""
-ALPHA = 0.025
-"""Chance to err of one look, as a proof with two looks has it."""
-MAX_HALF = 65504.0 / 4
-TIMES_MARGIN = 3.0
-"""FP32's own gain must be shown to be that many margins."""
 
 Quantity = Literal["metric", "loss"]
-Verdict = Literal["proved", "refuted", "open", "insensitive"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a proof decides.
+    """How a proof decides: the plan that `judge` follows, and which held-out numbers it is shown."""
 
-    Attributes:
-        share: the part of FP32's gain that a policy may lose.
-        quantities: what is tested; each must be proved, one that is refuted refutes.
-        min_loss_gain: FP32's least gain in held-out loss, as a share of the start's loss, for a proof to say anything.
-        watches_headroom: a half value in the last factor of 4 of FP16 refutes.
-    """
-
-    share: float
+    proof: Proof = field(default_factory=Proof)
     quantities: tuple[Quantity, ...] = ("metric", "loss")
-    min_loss_gain: float = 0.0
-    watches_headroom: bool = True
 
 
 class Horizon:
     """The outcomes of all runs by task, policy, steps and seed; larger values are better, the loss is negated."""
 
-    def __init__(self, runs: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, runs: Sequence[dict[str, Any]], metrics: Mapping[str, Metric]) -> None:
+        self._metrics = metrics
         self._outcomes: dict[tuple[str, str, int], dict[int, Outcome]] = {}
         for run in runs:
             key = (run["task"], run["policy"], run["num_steps"])
@@ -92,37 +82,36 @@ class Horizon:
         difference = statistics.fmean(self.differences(task, policy, num_steps, quantity))
         return difference / gain if gain > 0 else math.copysign(min(1.0, abs(difference)), difference)
 
-    def verdict(self, task: str, policy: str, num_steps: int, rule: Rule) -> Verdict:
-        arms = [arm for arm, _ in self._pairs(task, policy, num_steps)]
-        if any(arm.blames_precision for arm in arms):
-            return "refuted"
-        if rule.watches_headroom and any(arm.headroom is not None and arm.headroom.largest > MAX_HALF for arm in arms):
-            return "refuted"
-        found = [self._tested(task, policy, num_steps, quantity, rule) for quantity in rule.quantities]
-        if self.loss_gain(task, policy, num_steps) < rule.min_loss_gain:
-            found.append("insensitive")
-        order: tuple[Verdict, ...] = ("insensitive", "refuted", "open", "proved")
-        return next(verdict for verdict in order if verdict in found)
+    def verdict(self, task: str, policy: str, num_steps: int, rule: Rule) -> VerdictKind:
+        """Return what the proof says at this length, on all seeds that it has, each of the looks at its own error."""
+        pairs = [tuple(_shown(o, rule) for o in pair) for pair in self._pairs(task, policy, num_steps)]
+        arm, fp32 = Contender(policy, FP32, policy), Contender(REFERENCE, FP32, REFERENCE)
+        known = {(c.key, i): pair[place] for i, pair in enumerate(pairs) for place, c in enumerate((arm, fp32))}
+        metric = Metric("loss", is_loss=True) if rule.quantities == ("loss",) else self._metrics[task]
+        learned = what_was_learned([pair[1] for pair in pairs], rule.proof, metric, num_steps=num_steps)
+        level = rule.proof.alpha_per_look
+        return judge(arm, fp32, known, len(pairs), rule.proof, metric, learned, level=level).kind
 
     def loss_gain(self, task: str, policy: str, num_steps: int) -> float:
         """Return FP32's mean gain in held-out loss as a share of the start's loss."""
         starts = [-_start(fp32, "loss") for _, fp32 in self._pairs(task, policy, num_steps)]
         return sum(self.gains(task, policy, num_steps, "loss")) / sum(starts)
 
-    def _tested(self, task: str, policy: str, num_steps: int, quantity: Quantity, rule: Rule) -> Verdict:
-        gains = self.gains(task, policy, num_steps, quantity)
-        gain = interval(gains, alpha=ALPHA)
-        if gain.mean <= 0 or gain.low < TIMES_MARGIN * rule.share * gain.mean:
-            return "insensitive"
-        differences = self.differences(task, policy, num_steps, quantity)
-        contrast = interval([d + rule.share * g for d, g in zip(differences, gains, strict=True)], alpha=ALPHA)
-        return "proved" if contrast.low > 0 else "refuted" if contrast.high < 0 else "open"
-
     def is_good(self, task: str, policy: str, rule: Rule) -> bool:
         """Whether the policy is within the margin at the end: by the mean over the seeds, no run diverged."""
         if any(arm.blames_precision for arm, _ in self._pairs(task, policy, END)):
             return False
-        return all(self.kept(task, policy, END, quantity) >= -rule.share for quantity in rule.quantities)
+        return all(self.kept(task, policy, END, quantity) >= -rule.proof.max_lost_share for quantity in rule.quantities)
+
+
+def _shown(outcome: Outcome, rule: Rule) -> Outcome:
+    """Leave out the number that the rule does not test; the loss alone takes the metric's place."""
+    if rule.quantities == ("metric",):
+        return outcome.model_copy(update={"eval_loss": None, "start_eval_loss": None})
+    if rule.quantities == ("metric", "loss"):
+        return outcome
+    negated = [n and n.model_copy(update={"value": -n.value}) for n in (outcome.eval_loss, outcome.start_eval_loss)]
+    return outcome.model_copy(update={"accuracy": negated[0], "start_accuracy": negated[1]})
 
 
 def _end(outcome: Outcome, quantity: Quantity) -> float:

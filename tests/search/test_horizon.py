@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from horizon_parts.verdicts import END, Horizon, Rule
 
 from autoprec.apply import apply_policy
 from autoprec.policy import Number
+from autoprec.search.metric import Metric
+from autoprec.search.proof import Proof
 from autoprec.trials.outcome import Headroom, Outcome
 
-METRIC = Rule(share=0.1, quantities=("metric",))
+METRIC = Rule(quantities=("metric",))
 SEEDS = range(4)
 
 
@@ -45,7 +48,7 @@ def horizon(*metrics: list[float], end: float = 0.9, **fields: Any) -> Horizon:
     runs = [run for n in (40, END) for run in outcomes("fp32", n, [0.9] * len(SEEDS))]
     runs += [run for i, values in enumerate(metrics) for run in outcomes(f"arm {i}", 40, values, **fields)]
     runs += [run for i in range(len(metrics)) for run in outcomes(f"arm {i}", END, [end - 0.01 * i] * len(SEEDS))]
-    return Horizon(runs)
+    return Horizon(runs, {"toy": Metric()})
 
 
 @pytest.mark.parametrize(
@@ -64,26 +67,26 @@ def test_an_arm_is_held_to_a_share_of_what_fp32_gained(metrics: list[float], ver
 
 
 def test_a_metric_and_a_loss_are_both_needed() -> None:
-    worse_loss = horizon([0.9] * 4, eval_loss=Number(value=1.2, kind="measured"))
+    worse_loss = horizon([0.89] * 4, eval_loss=Number(value=1.2, kind="measured"))
     assert worse_loss.verdict("toy", "arm 0", 40, METRIC) == "proved"
-    assert worse_loss.verdict("toy", "arm 0", 40, Rule(share=0.1)) == "refuted"
+    assert worse_loss.verdict("toy", "arm 0", 40, Rule()) == "refuted"
 
 
 def test_a_half_value_near_the_end_refutes() -> None:
-    near = horizon([0.9] * 4, headroom=Headroom(largest=20_000.0, module="loud"))
+    near = horizon([0.89] * 4, headroom=Headroom(largest=20_000.0, module="loud"))
     assert near.verdict("toy", "arm 0", 40, METRIC) == "refuted"
-    assert near.verdict("toy", "arm 0", 40, Rule(0.1, ("metric",), watches_headroom=False)) == "proved"
+    assert near.verdict("toy", "arm 0", 40, Rule(Proof(max_half=math.inf), ("metric",))) == "proved"
 
 
 def test_where_fp32_gains_too_little_nothing_is_proved() -> None:
-    same = horizon([0.9] * 4)
-    assert same.verdict("toy", "arm 0", 40, Rule(0.1, ("metric",), min_loss_gain=0.4)) == "proved"
-    assert same.verdict("toy", "arm 0", 40, Rule(0.1, ("metric",), min_loss_gain=0.6)) == "insensitive"
-    assert same.verdict("toy", "arm 0", 40, Rule(0.4, ("metric",))) == "insensitive"
+    same = horizon([0.89] * 4)
+    assert same.verdict("toy", "arm 0", 40, Rule(Proof(sensitivity=9.0))) == "proved"
+    assert same.verdict("toy", "arm 0", 40, Rule(Proof(sensitivity=11.0))) == "insensitive"
+    assert same.verdict("toy", "arm 0", 40, Rule(Proof(min_loss_gain=0.6), ("loss",))) == "insensitive"
 
 
 def test_a_proof_of_what_is_worse_at_the_end_is_counted_as_false() -> None:
-    lasting, lost = horizon([0.9] * 4, end=0.9), horizon([0.9] * 4, end=0.5)
+    lasting, lost = horizon([0.89] * 4, end=0.9), horizon([0.89] * 4, end=0.5)
     found = [count(h, h.arms(40), 40, METRIC) for h in (lasting, lost)]
     assert [(c.of("proved"), c.of("proved", good=False)) for c in found] == [(1, 0), (1, 1)]
 
