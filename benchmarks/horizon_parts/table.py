@@ -48,6 +48,17 @@ def count(horizon: Horizon, arms: Sequence[tuple[str, str]], num_steps: int, rul
     return Counts([(horizon.verdict(*arm, num_steps, rule), horizon.is_good(*arm, rule)) for arm in arms])
 
 
+def lengthened(horizon: Horizon, lengths: Sequence[int], rule: Rule) -> Counts:
+    """Count as a proof goes: at its first length, and at the next longer one where FP32 gained too little."""
+    tried = [n for n in lengths if rule.proof.num_steps <= n < END]
+    found: dict[tuple[str, str], tuple[VerdictKind, bool]] = {}
+    for n in tried:
+        for arm in horizon.arms(n):
+            if arm not in found or found[arm][0] == "insensitive":
+                found[arm] = (horizon.verdict(*arm, n, rule), horizon.is_good(*arm, rule))
+    return Counts(list(found.values()))
+
+
 def correlation(horizon: Horizon, arms: Sequence[tuple[str, str]], num_steps: int, quantity: Quantity) -> float:
     """Return Spearman's over policies: of what each keeps of FP32's gain at this length, with that at the end."""
     short, long = ([horizon.kept(*arm, n, quantity) for arm in arms] for n in (num_steps, END))
@@ -57,8 +68,8 @@ def correlation(horizon: Horizon, arms: Sequence[tuple[str, str]], num_steps: in
 
 
 def lines(horizon: Horizon, lengths: Sequence[int]) -> Iterator[str]:
-    """Yield the tables of all lengths that have runs."""
-    lengths = [n for n in lengths if horizon.arms(n)]
+    """Yield the tables of all lengths that have runs; "longer" is a proof that starts with the default's steps."""
+    lengths = [n for n in lengths if n < END and horizon.arms(n)]
     yield from ("", "Spearman's rank correlation, over policies, of the difference to FP32 with that at the end")
     yield f"{'steps':>6} {'seeds':>6} {'arms':>5}  " + "  ".join(f"{t:>13}" for t in [*horizon.tasks(), "all tasks"])
     for n in lengths:
@@ -80,6 +91,7 @@ def lines(horizon: Horizon, lengths: Sequence[int]) -> Iterator[str]:
         title = f"margin {share:g} of FP32's gain, {' and '.join(quantities)}{looked}"
         yield from ("", title, f"{'steps':>6} {HEADER}")
         yield from (f"{n:>6} {count(horizon, horizon.arms(n), n, rule)}" for n in lengths)
+        yield f"{'longer':>6} {lengthened(horizon, lengths, rule)}"
     yield from ("", f"margin {SHARE:g}, metric and loss: FP32's least gain in loss, as a share of the start's")
     yield f"{'gate':>6} {'steps':>6} {HEADER}"
     for gate in MIN_LOSS_GAINS:

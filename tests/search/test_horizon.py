@@ -12,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from horizon_parts.policies import policies_of
-from horizon_parts.table import correlation, count
+from horizon_parts.table import correlation, count, lengthened
 from horizon_parts.tasks import TASKS
 from horizon_parts.verdicts import END, Horizon, Rule
 
@@ -89,6 +89,13 @@ def test_a_proof_of_what_is_worse_at_the_end_is_counted_as_false() -> None:
     lasting, lost = horizon([0.89] * 4, end=0.9), horizon([0.89] * 4, end=0.5)
     found = [count(h, h.arms(40), 40, METRIC) for h in (lasting, lost)]
     assert [(c.of("proved"), c.of("proved", good=False)) for c in found] == [(1, 0), (1, 1)]
+
+
+def test_where_fp32_gained_too_little_the_next_length_counts() -> None:
+    runs = [run for n in (80, END) for run in [*outcomes("fp32", n, [0.9] * 4), *outcomes("arm 0", n, [0.89] * 4)]]
+    too_short = [*outcomes("fp32", 40, [0.1, 0.1, 0.1, 0.2]), *outcomes("arm 0", 40, [0.1, 0.1, 0.1, 0.2])]
+    found = Horizon([*runs, *too_short], {"toy": Metric()})
+    assert [lengthened(found, lengths, METRIC).of("proved") for lengths in ((40,), (40, 80))] == [0, 1]
 
 
 def test_the_rank_correlation_is_that_of_the_order_at_the_end() -> None:
