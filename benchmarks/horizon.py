@@ -4,7 +4,7 @@
                                  [--keep FOLDER] [--table]
 
 Seven small networks that learn, trained for real in FP32 and under seventeen policies each, to each length anew with
-the learning rate falling to zero and with paired seeds; FP16 and BF16 are emulated. It takes more than an hour of a core.
+the learning rate falling to zero and with paired seeds; FP16 and BF16 are emulated. It takes over an hour of a core.
 `--keep` stores each training's outcome, so that a run that was stopped, or made in parts, goes on and is summed up as
 one; `--table` sums up what is kept and trains nothing.
 """
