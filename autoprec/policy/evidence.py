@@ -182,6 +182,9 @@ class VerificationEvidence(FrozenModel):
             its own sign.
         start_accuracy, gain: the metric at FP32's start weights, and what it gained, larger is better, with the
             one-sided bound `gain_low`.
+        end_scale_low, end_scale_high: the loss scales that neither overflow nor flush gradients needlessly at FP32's
+            trained weights and at the start's together; None where the policy has no use for one.
+        end_largest_activation, end_module: the largest activation at FP32's trained weights, and where.
         sensitive: whether that gain is shown to be large enough for the margin; an insensitive proof proves nothing.
         noise: standard deviation of the metric between FP32 and itself from weights moved by a rounding error.
     """
@@ -196,6 +199,10 @@ class VerificationEvidence(FrozenModel):
     gain: float | None = None
     gain_low: float | None = None
     sensitive: bool | None = None
+    end_scale_low: float | None = None
+    end_scale_high: float | None = None
+    end_largest_activation: float | None = None
+    end_module: str = Field(default="", max_length=500)
     provable_margin: float | None = None
     loss_margin: float | None = None
     noise: float | None = None

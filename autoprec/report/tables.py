@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from rich.table import Table
@@ -166,6 +167,14 @@ def evidence_lines(policy: Policy) -> list[str]:
         share = "" if proof.max_lost_share is None else f" ({proof.max_lost_share:.0%} of what FP32 gained)"
         margin = "no margin" if proof.margin is None else f"margin {proof.margin:.4g} of {proof.metric}{share}"
         lines.append(f"proof: {proof.num_seeds} seeds of {proof.num_steps} steps, {margin}{provable}")
+        if proof.end_scale_low is not None and proof.end_scale_high is not None and policy.needs_grad_scaler:
+            low, high = (math.log2(end) for end in (proof.end_scale_low, proof.end_scale_high))
+            lines.append(
+                f"loss scale: safe from 2^{low:.0f} to 2^{high:.0f} at the start and at FP32's trained weights"
+            )
+        if proof.end_largest_activation is not None:
+            largest = f"{proof.end_largest_activation:.4g} in {proof.end_module}"
+            lines.append(f"largest activation at FP32's trained weights: {largest}")
         if proof.gain is not None and proof.gain_low is not None and proof.start_accuracy is not None:
             shown = "enough for the margin" if proof.sensitive else "too little for the margin: nothing is proved"
             lines.append(

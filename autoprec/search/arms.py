@@ -18,8 +18,10 @@ __all__ = [
     "FP32",
     "PRESENT_POLICY",
     "baselines",
+    "is_scaled",
     "is_stock",
     "scaled_autocast",
+    "scaled_name",
     "warm_starts",
 ]
 
@@ -69,7 +71,7 @@ class Arm:
 
 def is_stock(name: str) -> bool:
     """Whether an arm is what one has without a search: FP32, autocast with whatever grad scaler, or what runs today."""
-    return name in BASELINES or name.startswith(PRESENT_POLICY) or name.startswith(SCALED)
+    return name in BASELINES or name.startswith(PRESENT_POLICY) or is_scaled(name)
 
 
 def scaled_autocast(parameters: Parameters, scaler: Mapping[str, ParameterValue]) -> list[Arm]:
@@ -82,7 +84,16 @@ def scaled_autocast(parameters: Parameters, scaler: Mapping[str, ParameterValue]
     if chosen is None:
         return []
     policy = BASELINES[AUTOCAST_FP16].replace(grad_scaler=chosen)
-    return [Arm(f"{SCALED}{chosen.init_scale:g}", values, policy)]
+    return [Arm(scaled_name(chosen.init_scale), values, policy)]
+
+
+def scaled_name(init_scale: float) -> str:
+    return f"{SCALED}{init_scale:g}"
+
+
+def is_scaled(name: str) -> bool:
+    """Whether an arm is stock autocast FP16 under another grad scaler than torch's default."""
+    return name.startswith(SCALED)
 
 
 def baselines(parameters: Parameters, *, native_bf16: bool) -> list[Arm]:

@@ -18,6 +18,8 @@ from autoprec.policy import (
     parents_of,
     resolve_precisions,
 )
+from autoprec.profiling.profile import Profile
+from autoprec.profiling.scaler_choice import ScaleWindow, scale_window
 from autoprec.search.arms import FP32
 from autoprec.search.fingerprint import Identity, versions
 from autoprec.search.judging import Verdict
@@ -35,6 +37,7 @@ __all__ = [
     "exported_policy",
     "rechosen_policy",
     "arm_evidence",
+    "end_window",
     "proof_means",
     "verification_evidence",
     "build_provenance",
@@ -59,7 +62,7 @@ def exported_policy(
             compared_with=plan.present,
             arms=arm_evidence(candidates, verification),
             units=_unit_evidence(plan, choice, lessons or Lessons()),
-            verification=verification_evidence(verification),
+            verification=verification_evidence(verification, lessons.profile if lessons else None),
         ),
         provenance=build_provenance(
             plan.trial,
@@ -99,7 +102,9 @@ def _recommendation(choice: Choice) -> Recommendation:
     )
 
 
-def verification_evidence(verification: Verification) -> VerificationEvidence:
+def verification_evidence(verification: Verification, profile: Profile | None = None) -> VerificationEvidence:
+    """Return what a proof did. With the profile the window of the loss scale covers the start weights, too."""
+    window, largest = end_window(verification, profile), verification.end_activation
     metric, learned, proof = verification.metric, verification.learned, verification.proof
     gain = None if learned is None else learned.metric
     return VerificationEvidence(
@@ -113,11 +118,23 @@ def verification_evidence(verification: Verification) -> VerificationEvidence:
         gain=None if gain is None else gain.interval.mean,
         gain_low=None if gain is None else gain.interval.low,
         sensitive=None if learned is None else learned.is_shown,
+        end_scale_low=None if window is None else window.low,
+        end_scale_high=None if window is None else window.high,
+        end_largest_activation=None if largest is None else largest[0],
+        end_module="" if largest is None else largest[1][:500],
         provable_margin=verification.provable_margin,
         loss_margin=verification.proof.loss_margin,
         noise=verification.noise,
         verdicts={name: verdict.kind for name, verdict in verification.verdicts.items()},
     )
+
+
+def end_window(verification: Verification, profile: Profile | None) -> ScaleWindow | None:
+    """Return the safe loss scales for the gradients of trained and start weights together; None without the former."""
+    gradients = verification.end_gradients
+    if gradients is None or not gradients.num_values:
+        return None
+    return scale_window(gradients if profile is None else gradients + profile.gradients)
 
 
 def arm_evidence(candidates: Sequence[Candidate], verification: Verification) -> dict[str, ArmEvidence]:

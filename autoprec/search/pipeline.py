@@ -17,10 +17,10 @@ from autoprec.errors import PrecisionWarning, UsageError
 from autoprec.estimates.gpus import gpu_by_name
 from autoprec.policy import Number, Policy, Recommendation, load_policy, remove_unfinished, write_atomically
 from autoprec.search.anchors import drifted_workers
-from autoprec.search.arms import FP32, scaled_autocast
+from autoprec.search.arms import FP32, is_scaled, scaled_autocast, scaled_name
 from autoprec.search.budget import largest_batches
 from autoprec.search.events import Events
-from autoprec.search.export import exported_policy, proof_means
+from autoprec.search.export import end_window, exported_policy, proof_means
 from autoprec.search.front import build_front
 from autoprec.search.judging import Contender
 from autoprec.search.locks import in_turn
@@ -384,9 +384,10 @@ def _prove(
 ) -> tuple[list[Candidate], Verification]:
     """Return the arms of the proof, with what the revert pass added, and their verification."""
     prove = _Prover(plan, study, measure, events, deadline)
+    scaler = None if plan.target_is_here else _late_scaler(candidates_of(study, plan, lessons), prove, lessons, events)
     refuted: list[Candidate] = []
     for _ in range(MAX_ROUNDS):
-        candidates = candidates_of(study, plan, lessons, refuted)
+        candidates = [_rescaled(c, scaler, study) for c in candidates_of(study, plan, lessons, refuted)]
         order = order_of(candidates, plan.settings.prefer, plan.worth, plan.settings.memory_budget_bytes)
         verification = prove([c for c in candidates if c.outcome.is_ok], order)
         num_before = len(refuted)
@@ -395,6 +396,37 @@ def _prove(
             break
     candidates = with_ratios(candidates, verification)
     return _revert(plan, study, prove, candidates, verification)
+
+
+def _late_scaler(candidates: Sequence[Candidate], prove: _Prover, lessons: Lessons, events: Events) -> float | None:
+    """Train FP32 for the proof, and return the init_scale that its trained weights call for; None keeps the profile's.
+
+    Not where time is measured: there FP32 has to run beside the arms.
+    """
+    scaled = next((c for c in candidates if is_scaled(c.name) and c.policy.grad_scaler is not None), None)
+    if scaled is None or scaled.policy.grad_scaler is None:
+        return None
+    reference = next(c for c in candidates if c.name == FP32)
+    window = end_window(prove([reference], [FP32]), lessons.profile)
+    scale = scaled.policy.grad_scaler.init_scale
+    if window is None or window.holds(scale):
+        return None
+    found = min(max(scale, window.low), window.high)
+    events.note(
+        f"init_scale {scale:g} lies outside the safe window of FP32's trained weights, {window.low:g} to "
+        f"{window.high:g}: plain autocast FP16 is proved with {found:g}"
+    )
+    return found
+
+
+def _rescaled(candidate: Candidate, scale: float | None, study: SearchStudy) -> Candidate:
+    """Give stock autocast FP16 under the profile's grad scaler the scale that trained weights call for."""
+    scaler = candidate.policy.grad_scaler
+    if scale is None or not is_scaled(candidate.name) or scaler is None:
+        return candidate
+    policy = candidate.policy.replace(grad_scaler=scaler.model_copy(update={"init_scale": scale}))
+    name = scaled_name(scale)
+    return replace(candidate, name=name, policy=policy, key=study.parameters.key(policy), trial=candidate.name)
 
 
 def _is_refuted(candidate: Candidate, verification: Verification) -> bool:

@@ -6,8 +6,10 @@ runs are made twice as long, until it does or the limits of the plan are reached
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from optuna.study import Study
 
+from autoprec.probes.ranges import ExponentHistogram
 from autoprec.search.arms import AUTOCAST_BF16, AUTOCAST_FP16, FP32
 from autoprec.search.events import Events
 from autoprec.search.judging import Contender, Verdict, better_but_open, judge, reason_to_stop, told_end
@@ -70,6 +73,18 @@ class Verification:
         if self.learned is None or self.learned.metric is None:
             return self.proof.margin
         return self.learned.metric.margin
+
+    @property
+    def end_gradients(self) -> ExponentHistogram | None:
+        """All gradients at FP32's trained weights, over the seeds; None where they were not watched."""
+        seen = [o.end_ranges.gradients for o in self.outcomes.get(FP32, {}).values() if o.end_ranges is not None]
+        return functools.reduce(operator.add, seen) if seen else None
+
+    @property
+    def end_activation(self) -> tuple[float, str] | None:
+        """The largest activation at FP32's trained weights, and its module."""
+        seen = [o.end_ranges for o in self.outcomes.get(FP32, {}).values() if o.end_ranges is not None]
+        return max(((s.largest_activation, s.module) for s in seen), default=None)
 
     @property
     def num_steps_needed(self) -> int | None:
@@ -332,7 +347,12 @@ class _Runs:
 
     def _settings(self, contender: Contender, index: int) -> TrialSettings:
         settings = self.proof.settings(self._trial_settings, index, self.num_steps)
-        update = {"perturbation": contender.perturbation, "measure_start": contender.name == FP32}
+        is_reference = contender.name == FP32
+        update = {
+            "perturbation": contender.perturbation,
+            "measure_start": is_reference,
+            "watch_end": is_reference,
+        }
         return settings.model_copy(update=update)
 
 

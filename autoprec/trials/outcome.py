@@ -8,9 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from autoprec.errors import UsageError
 from autoprec.policy import Number
+from autoprec.probes.ranges import ExponentHistogram
 from autoprec.trials.aborting import AbortRules
 
-__all__ = ["PRECISION_ENDS", "EndKind", "Headroom", "Outcome", "TrialSettings", "NonFinite"]
+__all__ = ["PRECISION_ENDS", "EndKind", "EndRanges", "Headroom", "Outcome", "TrialSettings", "NonFinite"]
 
 EndKind = Literal[
     "ok",
@@ -55,6 +56,8 @@ class TrialSettings(BaseModel):
     """Move each start weight by up to this share of itself, at random: shows how far two equal trainings part."""
     measure_start: bool = False
     """Evaluate the start weights too, in FP32 (the reference of a verification): what training gained is measured."""
+    watch_end: bool = False
+    """Watch the ranges of one more step at the trained weights (the reference of a verification)."""
     watch_headroom: bool = False
     """Note how near the forward passes come to the end of FP16 (verification)."""
     abort: AbortRules | None = None
@@ -95,6 +98,16 @@ class Headroom(BaseModel):
     module: str
 
 
+class EndRanges(BaseModel):
+    """What flows through a model at its trained weights, in FP32: all gradients, and the largest activation."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    gradients: ExponentHistogram
+    largest_activation: float
+    module: str
+
+
 class Outcome(BaseModel):
     """What one trial gave. Numbers that were not obtained are None; no field is ever NaN or infinite."""
 
@@ -129,6 +142,8 @@ class Outcome(BaseModel):
     first_non_finite: NonFinite | None = None
     headroom: Headroom | None = None
     """None where it was not watched, or where nothing ran in FP16."""
+    end_ranges: EndRanges | None = None
+    """Where they were asked for."""
     notes: list[str] = Field(default_factory=list)
     """What a reader must know of these numbers (batches left out, how an estimate was made)."""
     stderr_tail: str = ""

@@ -38,11 +38,12 @@ from autoprec.trials.building import (
     prepare_batch,
 )
 from autoprec.trials.compiling import compiled, forget_compiled, option_notes
+from autoprec.trials.end_ranges import watch_end
 from autoprec.trials.evaluation import Evaluation, estimate_batchnorm, evaluate
 from autoprec.trials.failures import TrialEnd, classify, describe, format_traceback
 from autoprec.trials.finiteness import find_in_buffers, find_in_forward, find_in_gradients
 from autoprec.trials.isolation import RandomState, RandomStream, isolated, release, seed_everything
-from autoprec.trials.outcome import Headroom, NonFinite, Outcome, TrialSettings
+from autoprec.trials.outcome import EndRanges, Headroom, NonFinite, Outcome, TrialSettings
 from autoprec.trials.replicas import open_replicas
 from autoprec.trials.target import target_figures
 
@@ -116,6 +117,7 @@ class _Trial:
     step_number: int | None = None
     non_finite: NonFinite | None = None
     start: dict[str, Number] = field(default_factory=dict)
+    end_ranges: EndRanges | None = None
     largest_half: LargestHalf = field(default_factory=LargestHalf)
     reference: weakref.ref[nn.Module] | None = None
 
@@ -146,6 +148,8 @@ class _Trial:
             with self.timed("training"), self._arithmetic():
                 self._train(model)
             with self.timed("evaluation"):
+                if self.settings.watch_end:
+                    self.end_ranges = watch_end(model, self.task, self._next(self._batches(1)))
                 result = self._evaluate(model)
             return self._ok(*result)
         except Exception as error:
@@ -335,6 +339,7 @@ class _Trial:
             headroom=self._headroom(),
             step_seconds_here=statistics.median(measured) if measured else None,
             notes=self.notes,
+            end_ranges=self.end_ranges,
             **self.start,
             **fields,
         )
