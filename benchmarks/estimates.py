@@ -143,7 +143,7 @@ def print_toy() -> None:
         memory = amp.peak_memory_bytes.value / base.peak_memory_bytes.value
         print(
             f"  batch {batch_size}, {image_size} px: speed {speed:.2f}x, memory {memory:.2f}x,"
-            f" the host busy for {base.host_share:.0%} of the FP32 step",
+            f" the host busy for {base.launch_share:.0%} of the FP32 step",
             flush=True,
         )
 

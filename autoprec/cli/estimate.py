@@ -138,7 +138,7 @@ def _document(
             "throughput_samples_per_second": _number(step.throughput_samples_per_second),
             "memory_by_category": dict(step.by_category),
             "memory_by_unit": dict(step.by_unit),
-            "host_share": step.host_share,
+            "launch_share": step.launch_share,
             "gpu": step.gpu,
             "fits": step.fits,
             "notes": list(step.notes),

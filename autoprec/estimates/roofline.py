@@ -91,14 +91,14 @@ class StepTime:
         step_seconds: the larger of the GPU's and the host's time; the sum of either of the next two.
         seconds_by_unit: module name -> seconds of its forward and backward.
         seconds_by_phase: "forward", "backward", "optimizer" -> seconds.
-        host_share: the host's time to start the step's kernels over the step's: 1 where the step is bound by launches,
+        launch_share: the host's time to start the step's kernels over the step's: 1 where the step is bound by launches,
             so that no precision makes it faster.
     """
 
     step_seconds: float
     seconds_by_unit: Mapping[str, float]
     seconds_by_phase: Mapping[str, float]
-    host_share: float
+    launch_share: float
 
 
 def predict_time(recording: StepRecording, gpu: Gpu, *, roofline: Roofline | None = None) -> StepTime:
@@ -121,7 +121,7 @@ def predict_time(recording: StepRecording, gpu: Gpu, *, roofline: Roofline | Non
         step_seconds=total,
         seconds_by_unit=MappingProxyType(dict(by_unit)),
         seconds_by_phase=MappingProxyType(dict(by_phase)),
-        host_share=math.fsum(on_host) / total if total else 0.0,
+        launch_share=math.fsum(on_host) / total if total else 0.0,
     )
 
 

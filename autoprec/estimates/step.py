@@ -69,8 +69,8 @@ class StepEstimate:
         return self.memory.by_unit
 
     @property
-    def host_share(self) -> float:
-        return self.time.host_share
+    def launch_share(self) -> float:
+        return self.time.launch_share
 
 
 def estimate_step(

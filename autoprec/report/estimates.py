@@ -31,7 +31,7 @@ def estimate_table(
     speeds = {name: step.throughput_samples_per_second for name, step in arms.items()}
     cells = (_with_kind(show_throughput(n), n, show_ratio(n, speeds["fp32"])) for n in speeds.values())
     table.add_row("throughput", *cells)
-    table.add_row("  host busy starting kernels", *(f"{step.host_share:.0%}" for step in arms.values()))
+    table.add_row("  host busy starting kernels", *(f"{step.launch_share:.0%}" for step in arms.values()))
     table.add_row("fits the GPU", *("yes" if step.fits else "no" for step in arms.values()))
     if largest is not None:
         table.add_row(f"largest batch in {budget}", *(_largest(largest[name], step) for name, step in arms.items()))

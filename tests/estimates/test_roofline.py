@@ -171,7 +171,7 @@ def test_a_tiny_step_is_bound_by_launches_and_gains_nothing_from_autocast() -> N
         estimate_step(TwoLayers(), regression_batch(4), regression, policy=Policy(default=default))
         for default in ("fp32", "autocast")
     )
-    assert base.host_share == 1.0
+    assert base.launch_share == 1.0
     assert amp.throughput_samples_per_second.value < base.throughput_samples_per_second.value
 
 
