@@ -91,7 +91,7 @@ class StepTime:
         step_seconds: the larger of the GPU's and the host's time; the sum of either of the next two.
         seconds_by_unit: module name -> seconds of its forward and backward.
         seconds_by_phase: "forward", "backward", "optimizer" -> seconds.
-        launch_share: the host's time to start the step's kernels over the step's: 1 where the step is bound by launches,
+        launch_share: the host's time to start all kernels over the step's: 1 where the step is bound by launches,
             so that no precision makes it faster.
     """
 
