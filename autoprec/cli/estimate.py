@@ -89,17 +89,26 @@ def _arms(policy: Policy | None, gpu: str) -> dict[str, Policy]:
     return {**arms, "policy": policy}
 
 
-def _largest(estimator: TargetEstimator, arms: Mapping[str, Policy], budget: float, wanted: int) -> dict[str, int]:
-    from autoprec.estimates import largest_batch
+def _largest(
+    estimator: TargetEstimator, arms: Mapping[str, Policy], budget: float, wanted: int
+) -> dict[str, int | None]:
+    """Return the largest batch of each arm; None where only real steps tell, and this machine should not try them."""
+    from autoprec.estimates import UnaffordableError, largest_batch
 
     def peak(policy: Policy, size: int) -> float:
         return estimator(policy, batch_size=size).peak_memory_bytes.value
 
-    return {name: largest_batch(partial(peak, policy), budget, start=wanted) for name, policy in arms.items()}
+    found: dict[str, int | None] = {}
+    for name, policy in arms.items():
+        try:
+            found[name] = largest_batch(partial(peak, policy), budget, start=wanted)
+        except UnaffordableError:
+            found[name] = None
+    return found
 
 
 def _print(
-    title: str, steps: Mapping[str, StepEstimate], largest: Mapping[str, int] | None, remedies: Sequence[Remedy],
+    title: str, steps: Mapping[str, StepEstimate], largest: Mapping[str, int | None] | None, remedies: Sequence[Remedy],
     budget: str,
 ) -> None:  # fmt: skip
     from autoprec.estimates import GPUS
@@ -119,7 +128,7 @@ def _print(
 
 
 def _document(
-    name: str, batch_size: int, steps: Mapping[str, StepEstimate], largest: Mapping[str, int] | None,
+    name: str, batch_size: int, steps: Mapping[str, StepEstimate], largest: Mapping[str, int | None] | None,
     remedies: Sequence[Remedy], budget: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     document: dict[str, Any] = {"task": name, "batch_size": batch_size, "arms": {}}

@@ -7,13 +7,14 @@ import functools
 import logging
 import random
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 from autoprec.errors import TaskError
@@ -24,6 +25,8 @@ __all__ = [
     "fake_copy",
     "fake_batch",
     "untouched_randomness",
+    "causal_masks",
+    "copy_closures",
     "cuda_attention",
     "loss_of_fakes",
     "quiet_fakes",
@@ -54,9 +57,36 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
             if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
                 memo[id(tensor)] = _fake(tensor, mode)
     try:
-        return copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
+        copy_closures(model, memo)
+        return copied
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise TaskError(f"{type(model).__name__}: cannot be deep-copied ({error})") from error
+
+
+def copy_closures(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Give the copy of `model` its own functions over its own layers; `memo` is that of the deep copy.
+
+    `copy.deepcopy` hands functions on as they are: a lambda in an attribute that closes over layers would go on calling
+    the original's, whose parameters the copy never trains.
+    """
+    for module in model.modules():
+        own = vars(memo[id(module)])
+        for name, value in vars(module).items():
+            if isinstance(value, types.FunctionType) and value.__closure__:
+                cells = tuple(types.CellType(_in_copy(cell, memo)) for cell in value.__closure__)
+                own[name] = types.FunctionType(
+                    value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+                )
+                own[name].__kwdefaults__ = value.__kwdefaults__
+
+
+def _in_copy(cell: types.CellType, memo: dict[int, Any]) -> Any:
+    """Return what stands for a cell's content in the copy: modules, tensors and containers; else the content."""
+    content = cell.cell_contents
+    if isinstance(content, nn.Module | torch.Tensor | list | tuple | dict):
+        return copy.deepcopy(content, memo)
+    return content
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
@@ -137,6 +167,27 @@ def cuda_attention() -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = original
+
+
+@contextmanager
+def causal_masks() -> Iterator[None]:
+    """Let torch's transformer layers take a square fake mask as causal: they look at its values, which it has not.
+
+    Process-wide, for the length of the context; masks with values are looked at as ever.
+    """
+    module: Any = torch.nn.modules.transformer
+    original = module._detect_is_causal_mask
+
+    def detect(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        if is_causal is None and isinstance(mask, FakeTensor):
+            return mask.shape[-1] == mask.shape[-2] == (mask.shape[-2] if size is None else size)
+        return bool(original(mask, is_causal, size))
+
+    module._detect_is_causal_mask = detect
+    try:
+        yield
+    finally:
+        module._detect_is_causal_mask = original
 
 
 def show_recurrent_gates(model: nn.Module) -> None:

@@ -5,14 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Operation", "describe_operation", "runs_no_kernel", "flat_tensors"]
+__all__ = ["Kind", "Operation", "describe_operation", "runs_no_kernel", "flat_tensors"]
 
 aten = torch.ops.aten
+
+Kind = Literal[
+    "product",
+    "attention",
+    "convolution",
+    "grouped convolution",
+    "depthwise convolution",
+    "norm",
+    "elementwise",
+    "optimizer",
+]
+"""What decides how much of a GPU an operator reaches; "elementwise" is all that is none of the others."""
 
 _NO_KERNEL = {
     aten.empty,
@@ -58,6 +70,9 @@ class Operation:
         layout_bytes: bytes that tensor-core convolutions move besides to turn NCHW into NHWC and back.
         dims: sizes that tensor cores pad (rows, columns, depth); empty where there are no products.
         num_launches: kernels started.
+        kind: what decides the share of the GPU that it reaches.
+        channels_last: a convolution whose tensors lie in channels_last.
+        groups: of a convolution.
         repeats: how often it runs in one step (more than 1 under accumulation).
     """
 
@@ -71,6 +86,9 @@ class Operation:
     dims: tuple[int, ...] = ()
     num_launches: int = 1
     repeats: int = 1
+    kind: Kind = "elementwise"
+    channels_last: bool = False
+    groups: int = 1
 
 
 def runs_no_kernel(operator: Any) -> bool:
@@ -112,6 +130,7 @@ def describe_operation(
     flops, dims = _count_flops(packet, args, kwargs, result)
     written = outputs or list(flat_tensors(args[:1]))
     moved = sum(_num_bytes(tensor) for tensor in (*inputs, *written))
+    channels_last = packet in _CONVOLUTIONS and any(_is_channels_last(t) for t in _images(packet, args, result))
     return Operation(
         name=str(packet),
         unit=unit,
@@ -119,10 +138,13 @@ def describe_operation(
         dtype=_dtype_of(inputs, outputs),
         flops=flops,
         num_bytes=(moved - sum(mask.numel() * (mask.element_size() - 1) for mask in masks)) * _TRAFFIC.get(packet, 1.0),
-        layout_bytes=_layout_bytes(packet, args, result),
+        layout_bytes=0 if channels_last else _layout_bytes(packet, args, result),
         dims=dims,
         num_launches=_num_launches(packet, args),
         repeats=repeats,
+        kind="optimizer" if phase == "optimizer" else _kind(packet, args),
+        channels_last=channels_last,
+        groups=_groups(packet, args),
     )
 
 
@@ -159,16 +181,43 @@ def _matrix_dims(args: Sequence[Any]) -> tuple[int, ...]:
     return (int(left.shape[-2]), int(left.shape[-1]), int(right.shape[-1]))
 
 
+def _kind(packet: Any, args: Sequence[Any]) -> Kind:
+    if packet in _CONVOLUTIONS:
+        weight = args[1] if packet is aten.convolution else args[2]
+        if _groups(packet, args) == 1:
+            return "convolution"
+        return "depthwise convolution" if weight.shape[1] == 1 else "grouped convolution"
+    name = str(packet)
+    if "attention" in name:
+        return "attention"
+    if "norm" in name and "linalg" not in name:
+        return "norm"
+    return "product" if packet in flop_registry or packet in _OWN_FORMULAS else "elementwise"
+
+
+def _groups(packet: Any, args: Sequence[Any]) -> int:
+    if packet not in _CONVOLUTIONS:
+        return 1
+    return int(args[8] if packet is aten.convolution else args[9])
+
+
+def _images(packet: Any, args: Sequence[Any], result: Any) -> list[torch.Tensor]:
+    """Return what a convolution reads and writes beside its weights: input and output, or their gradients."""
+    if packet is aten.convolution:
+        return [args[0], result]
+    return [args[0], args[1], *(tensor for tensor in result[:1] if tensor is not None)]
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])
+
+
 def _layout_bytes(packet: Any, args: Sequence[Any], result: Any) -> int:
+    """cuDNN's tensor-core kernels work on channels_last, in one and three dimensions too."""
     if packet not in _CONVOLUTIONS:
         return 0
-    if packet is aten.convolution:
-        tensors = [args[0], result]
-    else:
-        tensors = [args[0], args[1], *(t for t in result[:1] if t is not None)]
-    if args[0].dim() != 4 or any(t.is_contiguous(memory_format=torch.channels_last) for t in tensors):
-        return 0
-    return sum(2 * t.numel() * t.element_size() for t in tensors)
+    return sum(2 * tensor.numel() * tensor.element_size() for tensor in _images(packet, args, result))
 
 
 def _convolution(args: Sequence[Any], result: Any) -> tuple[int, tuple[int, ...]]:

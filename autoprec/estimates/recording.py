@@ -17,6 +17,8 @@ from autoprec.emulation import emulate
 from autoprec.errors import PrecisionWarning, TaskError
 from autoprec.estimates.batches import resize_batch
 from autoprec.estimates.fakes import (
+    causal_masks,
+    copy_closures,
     cuda_attention,
     fake_batch,
     fake_copy,
@@ -83,6 +85,7 @@ def record_step(
             copied, made = fake_copy(_bare(model), mode), fake_batch(_made(batch), mode)
             stack.enter_context(quiet_fakes())
             stack.enter_context(mode)
+            stack.enter_context(causal_masks())
             if settings.as_on_cuda:
                 stack.enter_context(cuda_attention())
                 show_recurrent_gates(copied)
@@ -96,8 +99,10 @@ def record_step(
 
 def _real_copy(model: nn.Module) -> nn.Module:
     """Deep-copy the model; under no_grad, since a scripted module's copy would not consist of leaves."""
+    memo: dict[int, Any] = {}
     with torch.no_grad():
-        copied = copy.deepcopy(model)
+        copied = copy.deepcopy(model, memo)
+    copy_closures(model, memo)
     for original, parameter in zip(model.parameters(), copied.parameters(), strict=True):
         parameter.requires_grad_(original.requires_grad)
     return copied

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoprec.errors import TaskError
+from autoprec.errors import TaskError, UsageError
 from autoprec.estimates.gpus import Gpu, gpu_by_name
 from autoprec.estimates.memory import ALLOCATION_BYTES, MemoryBreakdown, peak_memory
 from autoprec.estimates.recording import StepRecording, record_step
@@ -20,9 +20,16 @@ from autoprec.estimates.roofline import Roofline, StepTime, predict_time
 from autoprec.estimates.settings import Loss, StepSettings
 from autoprec.policy import Number, Policy
 
-__all__ = ["StepEstimate", "estimate_step", "real_peak"]
+__all__ = ["StepEstimate", "UnaffordableError", "estimate_step", "real_peak"]
 
 _LOG = logging.getLogger(__name__)
+
+MAX_REAL_BYTES = 2 * 2**30
+"""What a step may take on this machine where it must really run; most have more to spare."""
+
+
+class UnaffordableError(UsageError):
+    """The step could only be measured, at a shape that this machine should not try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +41,7 @@ class StepEstimate:
         throughput_samples_per_second: "predicted".
         step_seconds: "predicted".
         memory: the peak by category and unit.
-        time: the seconds by unit and phase, and the share of launches.
+        time: the seconds by unit and phase, and the host's share.
         num_samples: samples of one optimizer step.
         gpu: whose peaks, bandwidth and memory are used.
         tf32: whether FP32 products ran in TF32.
@@ -92,7 +99,7 @@ def estimate_step(
     `estimate_step(model, batch, loss, policy=policy).peak_memory_bytes`
 
     Nothing is allocated and the model is not touched: the step runs on a copy under fake tensors. Where those cannot
-    run the model, the step runs for real on a copy and the peak is labelled measured.
+    run the model, the step runs for real on a copy, at the shape asked for, and the peak is labelled measured.
 
     Args:
         model: a real model; what it computes in is `policy`, or the policy that it carries where that is None.
@@ -111,6 +118,7 @@ def estimate_step(
     Raises:
         TaskError: nothing is trained by the loss. The model's own error: it cannot run this batch.
         UsageError: no such GPU, or a size below 1.
+        UnaffordableError: a real step is needed, and would take more than `MAX_REAL_BYTES`.
     """
     target = gpu if isinstance(gpu, Gpu) else gpu_by_name(gpu)
     settings = StepSettings(
@@ -148,13 +156,31 @@ def _record(model: nn.Module, batch: Any, loss: Loss, settings: StepSettings) ->
     except TaskError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
-        given = dataclasses.replace(settings, batch_size=None, image_size=None)
-        recording = record_step(model, batch, loss, settings=given, fake=False)
-    shape = "" if given == settings else ", at the shape of the batch that was given, not the one asked for"
-    return recording, (
-        f"fake tensors could not run this step ({reason}); its memory was measured on a real step{shape}",
-    )
+        text = str(error).strip()
+        reason = f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"
+    given = dataclasses.replace(settings, batch_size=None, image_size=None)
+    recording = record_step(model, batch, loss, settings=given, fake=False)
+    if given != settings:
+        _check_affordable(recording, settings, reason)
+        recording = record_step(model, batch, loss, settings=settings, fake=False)
+    return recording, (f"fake tensors could not run this step ({reason}); its memory was measured on a real step",)
+
+
+def _check_affordable(recording: StepRecording, settings: StepSettings, reason: str) -> None:
+    """Refuse a real step at the shape asked for, if what the given batch takes says that it would take too much here.
+
+    The whole peak is taken to grow with the batch: an upper bound, since parameters do not.
+    """
+    if settings.batch_size is None:
+        return
+    samples = recording.num_samples / settings.accumulation_steps
+    expected = peak_memory(recording).peak_bytes * settings.batch_size / samples
+    if expected > MAX_REAL_BYTES:
+        raise UnaffordableError(
+            f"batch_size: found {settings.batch_size:,}; fake tensors cannot run this step ({reason}), and a real one"
+            f" would take up to {expected / 2**30:.1f} GiB here; allowed: up to"
+            f" {int(settings.batch_size * MAX_REAL_BYTES / expected):,}"
+        )
 
 
 def _estimate(

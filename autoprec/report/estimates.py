@@ -16,7 +16,7 @@ __all__ = ["estimate_table", "group_units", "remedy_table", "unit_table"]
 
 
 def estimate_table(
-    arms: Mapping[str, StepEstimate], *, title: str, largest: Mapping[str, int] | None = None, budget: str = ""
+    arms: Mapping[str, StepEstimate], *, title: str, largest: Mapping[str, int | None] | None = None, budget: str = ""
 ) -> Table:
     """Return one column an arm: the peak and its categories, which add up to it, throughput, and the largest batch."""
     first = next(iter(arms.values()))
@@ -31,11 +31,15 @@ def estimate_table(
     speeds = {name: step.throughput_samples_per_second for name, step in arms.items()}
     cells = (_with_kind(show_throughput(n), n, show_ratio(n, speeds["fp32"])) for n in speeds.values())
     table.add_row("throughput", *cells)
-    table.add_row("  of it launches", *(f"{step.launch_share:.0%}" for step in arms.values()))
+    table.add_row("  host busy starting kernels", *(f"{step.launch_share:.0%}" for step in arms.values()))
     table.add_row("fits the GPU", *("yes" if step.fits else "no" for step in arms.values()))
     if largest is not None:
-        table.add_row(f"largest batch in {budget}", *(f"{largest[name]:,} computed" for name in arms))
+        table.add_row(f"largest batch in {budget}", *(_largest(largest[name], step) for name, step in arms.items()))
     return table
+
+
+def _largest(batch: int | None, step: StepEstimate) -> str:
+    return "not known" if batch is None else f"{batch:,} {step.peak_memory_bytes.kind}"
 
 
 def unit_table(arms: Mapping[str, StepEstimate], *, count: int) -> Table:

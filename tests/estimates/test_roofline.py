@@ -7,7 +7,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autoprec.estimates import Gpu, Roofline, StepSettings, estimate_step, gpu_by_name, predict_time, record_step
+from autoprec.estimates import (
+    RATIO_ERROR,
+    Gpu,
+    Roofline,
+    StepSettings,
+    estimate_step,
+    gpu_by_name,
+    predict_time,
+    record_step,
+    throughput_ratio_interval,
+)
 from autoprec.estimates.operations import Operation, describe_operation
 from autoprec.policy import Policy
 
@@ -21,38 +31,63 @@ def product(dtype: torch.dtype | None, *, flops: int = 10**12, num_bytes: float 
 @pytest.mark.parametrize(
     ("dtype", "gpu", "tf32", "tflops"),
     [
-        (torch.float32, V100, True, 15.7),
-        (torch.float16, V100, True, 125.0),
-        (torch.bfloat16, V100, True, 15.7),
-        (torch.float32, A100, True, 156.0),
-        (torch.float32, A100, False, 19.5),
-        (torch.bfloat16, A100, False, 312.0),
+        (torch.float32, V100, True, 15.7 * 0.94),
+        (torch.float16, V100, True, 125.0 * 0.77),
+        (torch.bfloat16, V100, True, 15.7 * 0.94),
+        (torch.float32, A100, True, 156.0 * 0.64),
+        (torch.float32, A100, False, 19.5 * 0.94),
+        (torch.bfloat16, A100, False, 312.0 * 0.77),
     ],
 )
 def test_a_product_runs_at_the_reachable_peak_of_its_dtype(
     dtype: torch.dtype, gpu: Gpu, tf32: bool, tflops: float
 ) -> None:
     roofline = Roofline(tf32=tf32, launch_seconds=0.0)
-    assert roofline.seconds(product(dtype), gpu) == pytest.approx(1 / (tflops * 0.8))
+    assert roofline.seconds(product(dtype), gpu) == pytest.approx(1 / tflops)
 
 
-def test_an_operator_takes_the_larger_of_computing_and_moving_plus_its_launches() -> None:
-    moving = product(torch.float32, flops=10**9, num_bytes=9e8, num_launches=3)
-    assert Roofline().seconds(moving, V100) == pytest.approx(9e8 / (900e9 * 0.9) + 3 * 5e-6)
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "tflops"),
+    [
+        ("a100", torch.float16, 312.0 * 0.36),
+        ("h100", torch.bfloat16, 989.4 * 0.36),
+        ("rtx-3090", torch.float16, 71.0 * 0.85),
+        ("a100", torch.float32, 156.0 * 0.55),
+        ("v100", torch.float32, 15.7 * 0.73),
+    ],
+)
+def test_convolutions_reach_less_of_tensor_cores_that_outrun_the_memory(
+    gpu: str, dtype: torch.dtype, tflops: float
+) -> None:
+    seconds = Roofline(launch_seconds=0.0).seconds(product(dtype, kind="convolution"), gpu_by_name(gpu))
+    assert seconds == pytest.approx(1 / tflops)
+
+
+def test_computing_moving_and_launches_add_up() -> None:
+    operation = product(torch.float32, flops=10**9, num_bytes=9e8, num_launches=3)
+    expected = 1e9 / (15.7e12 * 0.94) + 9e8 / (900e9 * 0.93) + 3 * 5e-6
+    assert Roofline().seconds(operation, V100) == pytest.approx(expected)
 
 
 def test_tensor_cores_pad_sizes_and_turn_contiguous_images() -> None:
     roofline = Roofline(launch_seconds=0.0)
     padded = product(torch.float16, dims=(64, 3))
-    assert roofline.seconds(padded, V100) == pytest.approx(1 / 100 * 8 / 3)
+    assert roofline.seconds(padded, V100) == pytest.approx(1 / 96.25 * 8 / 3)
     turned = product(torch.float16, layout_bytes=9 * 10**8)
-    assert roofline.seconds(turned, V100) == pytest.approx(1 / 100 + 9e8 / 810e9)
-    assert roofline.seconds(product(torch.float32, layout_bytes=9 * 10**8), V100) == pytest.approx(1 / 12.56)
+    assert roofline.seconds(turned, V100) == pytest.approx(1 / 96.25 + 9e8 / 837e9)
+    assert roofline.seconds(product(torch.float32, layout_bytes=9 * 10**8), V100) == pytest.approx(1 / (15.7 * 0.94))
 
 
-def test_a_depthwise_product_falls_back_to_ordinary_cores() -> None:
-    depthwise = product(torch.float16, dims=(1, 1))
-    assert Roofline(launch_seconds=0.0).seconds(depthwise, V100) == pytest.approx(1 / 12.56)
+def test_a_number_of_groups_without_fast_kernels_is_slow_in_channels_last() -> None:
+    """RegNetX-032 under autocast takes 2.5 times as long in channels_last on an RTX 3090, ResNeXt-50 two thirds."""
+    roofline, gpu = Roofline(launch_seconds=0.0), gpu_by_name("rtx-3090")
+
+    def seconds(groups: int, **more: Any) -> float:
+        grouped = product(torch.float16, dims=(8, 8), groups=groups, kind="grouped convolution", **more)
+        return roofline.seconds(grouped, gpu)
+
+    assert seconds(9, channels_last=True) > 2 * seconds(9)
+    assert seconds(32, channels_last=True) < seconds(32)
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -136,7 +171,7 @@ def test_a_tiny_step_is_bound_by_launches_and_gains_nothing_from_autocast() -> N
         estimate_step(TwoLayers(), regression_batch(4), regression, policy=Policy(default=default))
         for default in ("fp32", "autocast")
     )
-    assert base.launch_share > 0.95
+    assert base.launch_share == 1.0
     assert amp.throughput_samples_per_second.value < base.throughput_samples_per_second.value
 
 
@@ -169,6 +204,31 @@ def test_channels_last_saves_the_turning_of_images_under_autocast() -> None:
     assert turned(model.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last)) == 0
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.Conv1d(64, 64, 3), (8, 64, 256)), (nn.Conv3d(64, 64, 3), (2, 64, 8, 8, 8))],
+    ids=["1-D", "3-D"],
+)
+def test_convolutions_of_one_and_three_dimensions_turn_their_layout_too(
+    layer: nn.Module, shape: tuple[int, ...]
+) -> None:
+    settings = StepSettings(policy=Policy(default="autocast"))
+    recording = record_step(layer, torch.zeros(shape), lambda model, batch: model(batch).sum(), settings=settings)
+    assert sum(operation.layout_bytes for operation in recording.operations) > 0
+
+
+def test_operators_are_told_apart_by_kind() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, groups=2), nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8), nn.ReLU()
+    )
+    recording = record_step(model, torch.zeros(2, 8, 12, 12), lambda model, batch: model(batch).sum())
+    kinds = {operation.unit: operation.kind for operation in recording.operations if operation.phase == "forward"}
+    assert [kinds[str(index)] for index in range(5)] == [
+        "convolution", "grouped convolution", "depthwise convolution", "norm", "elementwise",
+    ]  # fmt: skip
+    assert {operation.kind for operation in recording.operations if operation.phase == "optimizer"} == {"optimizer"}
+
+
 def test_bf16_on_a_gpu_without_it_is_noted() -> None:
     policy = Policy(default="autocast", dtype="bf16")
     estimate = estimate_step(TwoLayers(), regression_batch(), regression, policy=policy, gpu="t4")
@@ -182,3 +242,12 @@ def test_dropout_costs_one_kernel_each_way_with_a_mask_of_bytes() -> None:
     forward = [operation for operation in in_dropout if operation.phase == "forward"]
     assert [operation.num_bytes for operation in forward] == [64 * 1024 * (4 + 4 + 1)]
     assert 64 * 1024 * (4 + 4 + 1) in [operation.num_bytes for operation in in_dropout if operation.phase == "backward"]
+
+
+@pytest.mark.parametrize("gpu", ["rtx-3090", "a10", "a100", "v100"])
+def test_an_interval_holds_its_ratio_and_is_wider_where_predictions_are_worse(gpu: str) -> None:
+    low, high = throughput_ratio_interval(2.0, gpu=gpu)
+    assert low < 2.0 < high
+    assert throughput_ratio_interval(2.0, gpu=gpu_by_name(gpu)) == (low, high)
+    assert max(1 - low / 2, high / 2 - 1) <= RATIO_ERROR
+    assert low >= throughput_ratio_interval(2.0, gpu="a100")[0] == pytest.approx(1.28)
