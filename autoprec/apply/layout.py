@@ -14,7 +14,7 @@ from autoprec.apply.shadow import Member
 from autoprec.apply.state import Lock
 from autoprec.apply.structure import has_forward, has_static_forward, is_scripted, unwrap
 from autoprec.apply.trees import CASTABLE
-from autoprec.apply.writes import tensors_kept
+from autoprec.apply.writes import changes_arguments, tensors_kept
 from autoprec.formats import FORMATS
 from autoprec.policy import Policy, Precision
 
@@ -99,6 +99,8 @@ class _Layout:
             runs=self._runs(module) if self._runs_needed(name, module) else None,
             keeps_output=name == "" or (precision in _HALF and has_loss),
             writes_input=bool(getattr(module, "inplace", False)),
+            gives_fp32=name == "" and precision in _HALF,
+            changes_input=precision in _HALF and changes_arguments(module),
             protects_losses=self._protects_losses(name, module),
             without_fastpath=self._without_fastpath(module),
             is_static=has_static_forward(module),
