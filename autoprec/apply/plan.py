@@ -51,7 +51,10 @@ def resolve_plan(structure: Structure, policy: Policy, *, strict: bool = True) -
         by_name[name], rules[name] = by_name[governor], rules[governor]
     for name, module in structure.modules.items():
         if is_loss_module(module) and rules[name] != name:
-            by_name[name] = "fp32"
+            for part in structure.modules:
+                rule = rules[part]
+                if lies_in(part, name) and (part == name or rule is None or not lies_in(rule, name)):
+                    by_name[part] = "fp32"
     precisions = {id(m): _of_aliases(structure.names[id(m)], by_name, rules) for _, m in structure.unique()}
     plan = Plan(structure, policy, precisions)
     _check_tied(plan)

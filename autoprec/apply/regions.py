@@ -315,11 +315,11 @@ def _explain(error: RuntimeError, module: nn.Module, root: Root) -> None:
     regions = {id(forward): forward.args[1] for _, forward in root.installed[1:]}
     members = {id(m): m for region in (root.region, *regions.values()) for m in region.own}
     for member in members.values():
-        names = sorted(name for name in member.kept if name in member.module._parameters)
-        if names:
+        if member.kept:
             error.add_note(
-                f"{type(member.module).__name__} keeps {', '.join(names)} in FP32 in a half region (its forward "
-                "writes to it, or its gradient is sparse); where the two meet, give the module fp32 or autocast"
+                f"{type(member.module).__name__} keeps {', '.join(sorted(member.kept))} in FP32 in a half region (its "
+                "forward writes to it, its gradient is sparse, or half cannot hold it); where the two meet, give the "
+                "module fp32 or autocast"
             )
     known = set(map(id, root.modules))
     added = [
