@@ -142,8 +142,8 @@ def _told_of_inside(structure: Structure, names: list[str]) -> str:
     if 2 * num_found < len(names) or not prefix:
         return ""
     return (
-        f"; {num_found} of {len(names)} missing names are below {prefix!r}: the policy was found on the network inside, so"
-        f" apply it to that (in Lightning's plugin and Fabric's, module={prefix!r})"
+        f"; {num_found} of {len(names)} missing names are below {prefix!r}: the policy was found on the network inside,"
+        f" so apply it to that (in Lightning's plugin and Fabric's, module={prefix!r})"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from autoprec.emulation import emulate
 from autoprec.errors import ApplyError, AutoprecError, StudyError, TaskError
 from autoprec.estimates.fakes import loss_of_fakes
 from autoprec.policy import Policy
@@ -34,8 +36,10 @@ from autoprec.trials.failures import is_out_of_memory
 from autoprec.trials.isolation import isolated, release, seed_everything
 from autoprec.trials.outcome import TrialSettings
 
-__all__ = ["check_task"]
+__all__ = ["RAISES_IN_AUTOCAST", "check_task"]
 
+RAISES_IN_AUTOCAST = "the task's loss raises inside a plain torch.autocast block, which a policy does without"
+"""How the note begins that plain autocast around the loss is no way to train this task; what raised follows."""
 MAX_NAMES = 4
 """How many parameters a note names."""
 
@@ -61,6 +65,7 @@ def check_task(task: Task, settings: TrialSettings, *, num_steps: int) -> list[s
         batch = check.batches()
         model = check.model()
         check.training(model, batch)
+        check.plain_autocast(model, batch)
         check.evaluation(model)
         check.target(model)
     del model, batch
@@ -265,6 +270,21 @@ class _Check:
             )
         for scheduler in schedulers:
             self.call("scheduler(optimizer, num_steps).step()", scheduler.step)
+
+    def plain_autocast(self, model: nn.Module, batch: Batch) -> None:
+        """Note where a loss cannot be computed inside an autocast block, as BCELoss; a policy leaves losses outside."""
+        batch = prepare_batch(self.task, batch, self.device)
+        kind = self.device.type
+        if not torch.amp.is_autocast_available(kind):
+            return
+        with torch.no_grad(), emulate() if kind == "cpu" else contextlib.nullcontext():
+            for _, compute_loss in self.task.trained_losses:
+                try:
+                    with torch.autocast(kind, dtype=torch.float16):
+                        compute_loss(model, batch)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        self.note(f"{RAISES_IN_AUTOCAST}: {explain(error).removeprefix('raised ')}")
 
     def _parameters(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

@@ -18,7 +18,7 @@ from autoprec.policy import Policy
 from autoprec.profiling.run import take_profile
 from autoprec.tasks import TargetShape, Task
 from autoprec.trials import TrialSettings, run_trial
-from autoprec.trials.checking import check_task
+from autoprec.trials.checking import RAISES_IN_AUTOCAST, check_task
 
 SETTINGS = TrialSettings(warmup_steps=1, measured_steps=3, batchnorm_batches=1)
 
@@ -400,3 +400,14 @@ def test_a_training_batch_with_nan_is_named_and_no_module() -> None:
         take_profile(task, [""], SETTINGS, study_name="nan")
     with pytest.raises(TaskError, match="is nan on the first batch, in FP32: the batch holds 1 NaN"):
         check(small_task(model=lambda: nn.Linear(4, 2), train_batches=made[2:], eval_batches=made[:1], metric=None))
+
+
+def test_a_loss_that_plain_autocast_refuses_is_noted_and_trains_under_a_policy() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.binary_cross_entropy(model(batch[0]).sigmoid()[:, 0], batch[1].float())
+
+    notes = check(small_task(loss=loss))
+    assert len(notes) == 1
+    assert notes[0].startswith(f"{RAISES_IN_AUTOCAST}: RuntimeError: binary_cross_entropy is banned")
+    outcome = run_trial(small_task(loss=loss), Policy(default="autocast", dtype="fp16"), SETTINGS)
+    assert outcome.is_ok, outcome.message
