@@ -162,9 +162,13 @@ def count_samples(batch: Batch) -> int:
 
 
 def cut_batch(batch: Batch, *, size: int, num_samples: Callable[[Batch], int] | None = None) -> Batch:
-    """Return the first `size` samples: of every tensor whose first dimension is the number of samples."""
+    """Return the first `size` samples: of every tensor whose first dimension is the number of samples.
+
+    A batch with sparse or nested tensors, such as a graph, stays whole.
+    """
     current = (num_samples or count_samples)(batch)
-    if current <= size:
+    is_whole = any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors_of(batch))
+    if current <= size or is_whole:
         return batch
     return map_tensors(lambda tensor: tensor[:size] if tensor.ndim and tensor.shape[0] == current else tensor, batch)
 
