@@ -66,7 +66,7 @@ def check_task(task: Task, settings: TrialSettings, *, num_steps: int) -> list[s
         model = check.model()
         check.training(model, batch)
         check.plain_autocast(model, batch)
-        check.evaluation(model)
+        check.evaluation(model, batch)
         check.target(model)
     del model, batch
     release(None, torch.device(settings.device))
@@ -330,9 +330,9 @@ class _Check:
             raise self.error(f"{shown} is {float(loss.detach())} on the first batch, in FP32{held}")
         return loss
 
-    def evaluation(self, model: nn.Module) -> None:
+    def evaluation(self, model: nn.Module, first: Batch) -> None:
         """Estimate batch norms' statistics on the first training batch; loss and metric of the first held-out one."""
-        first = prepare_batch(self.task, self._first("train_batches", self.task.train_batches), self.device)
+        first = prepare_batch(self.task, first, self.device)
         shown = "loss(model, batch), called with the batch norms' statistics estimated anew,"
         self.run(shown, lambda: estimate_batchnorm(model, self.task, [first]))
         batch = prepare_batch(self.task, self._first("eval_batches", self.task.eval_batches), self.device)
