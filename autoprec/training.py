@@ -319,7 +319,9 @@ class TrainingStep:
 
     def _norm(self, gradients: list[torch.Tensor]) -> float | None:
         """Return the norm, which may be infinite or NaN; None where it is not asked for or there is none."""
-        return float(nn.utils.get_total_norm(gradients)) if self.report_norm and gradients else None
+        if not self.report_norm or not gradients:
+            return None
+        return float(nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients]))
 
     def _schedule(self, taken: tuple[bool, ...]) -> None:
         by_optimizer = dict(zip(map(id, self.optimizers), taken, strict=True))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from autoprec.apply.install import apply_policy, remove_policy
-from autoprec.apply.plan import resolve_plan
+from autoprec.apply.plan import named_as_here, resolve_plan
 from autoprec.apply.portability import differences_from
 from autoprec.apply.structure import Structure, read_structure, unwrap
 from autoprec.errors import ApplyError, PrecisionWarning
@@ -45,6 +45,7 @@ class PolicyFit:
 def check_fit(model: nn.Module, policy: Policy) -> PolicyFit:
     """Try `policy` on a bare model: it is applied and removed again; nothing is run."""
     structure = read_structure(model)
+    policy = named_as_here(structure, policy)
     problem, notes = _try(model, policy)
     names = [name for name, module in structure.unique() if name and module._parameters]
     known = set(policy.model.modules) if policy.model is not None else set()

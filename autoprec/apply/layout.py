@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 
@@ -14,20 +16,34 @@ from autoprec.apply.shadow import Member
 from autoprec.apply.state import Lock
 from autoprec.apply.structure import has_forward, has_static_forward, is_scripted, unwrap
 from autoprec.apply.trees import CASTABLE
-from autoprec.apply.writes import tensors_kept
+from autoprec.apply.unholdable import find_unholdable, multiplies
+from autoprec.apply.writes import changes_arguments, tensors_kept
+from autoprec.errors import PrecisionWarning
 from autoprec.formats import FORMATS
 from autoprec.policy import Policy, Precision
 
 __all__ = ["make_installations"]
 
+MAX_NAMES = 4
+"""How many tensors a warning names."""
 _HALF = ("fp16", "bf16")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _TRANSFORMERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 def make_installations(plan: Plan, policy: Policy) -> list[tuple[nn.Module, PolicyForward]]:
-    """Return each module that gets a forward of ours, with that forward; the root comes first."""
-    return _Layout(plan).installations(policy)
+    """Return each module that gets a forward of ours, with that forward; the root comes first.
+
+    Warns once of values that a half region loses: buffers that half cannot hold, where the module's code takes no FP32.
+    """
+    layout = _Layout(plan)
+    installations = layout.installations(policy)
+    if layout.lost:
+        shown = "; ".join(layout.lost[:MAX_NAMES])
+        more = f"; and {len(layout.lost) - MAX_NAMES} more" if len(layout.lost) > MAX_NAMES else ""
+        message = f"half cannot hold what these modules keep, and their code takes no FP32 there: {shown}{more}"
+        warnings.warn(message, PrecisionWarning, stacklevel=3)
+    return installations
 
 
 class _Layout:
@@ -39,6 +55,7 @@ class _Layout:
         self.is_mixed = len(set(plan.precisions.values())) > 1
         self.known_members: dict[int, Member | None] = {}
         self.below: dict[int, list[Member]] = {}
+        self.lost: list[str] = []
         self.with_losses = self._with_losses()
 
     def installations(self, policy: Policy) -> list[tuple[nn.Module, PolicyForward]]:
@@ -99,6 +116,8 @@ class _Layout:
             runs=self._runs(module) if self._runs_needed(name, module) else None,
             keeps_output=name == "" or (precision in _HALF and has_loss),
             writes_input=bool(getattr(module, "inplace", False)),
+            gives_fp32=name == "" and precision in _HALF,
+            changes_input=precision in _HALF and changes_arguments(module),
             protects_losses=self._protects_losses(name, module),
             without_fastpath=self._without_fastpath(module),
             is_static=has_static_forward(module),
@@ -112,9 +131,23 @@ class _Layout:
         if id(module) not in self.known_members:
             precision = self.plan.precisions[id(module)]
             casts = owns_tensors(module) if precision in _HALF else precision == "fp32" and _owns_half_tensors(module)
-            kept = tensors_kept(module) if casts and precision in _HALF else set()
+            kept = tensors_kept(module) | self._unholdable(module) if casts and precision in _HALF else set()
             self.known_members[id(module)] = Member(module, kept) if casts else None
         return self.known_members[id(module)]
+
+    def _unholdable(self, module: nn.Module) -> set[str]:
+        """Return the names of tensors that stay FP32 since half cannot hold them; note those that cannot stay."""
+        precision = self.plan.precisions[id(module)]
+        found = list(find_unholdable(module, self._region_dtype(precision)))
+        if not found or not multiplies(module):
+            return {each.name for each in found}
+        name = self.structure.names[id(module)][0]
+        for each in found:
+            if each.is_lost:
+                path = f"{name}.{each.name}" if name else each.name
+                rule = f"give {name!r} autocast or fp32" if name else "let the default be autocast"
+                self.lost.append(f"{path} ({each.reason} in {precision}): {rule}")
+        return set()
 
     def _members(self, module: nn.Module) -> list[Member]:
         """Return everything of one precision in the subtree that has tensors to cast."""

@@ -60,9 +60,29 @@ def chosen_settings(
         stated = [owner[key] for owner in (settings, *_groups(params)) if key in owner and owner[key] != value]
         if key not in accepted:
             _warn(f"{optimizer.__name__} has no {key}: the policy's {key}={value!r} is not used", stacklevel=4)
+        elif not takes_value(accepted[key].default, value):
+            _warn(f"{_other_kind(optimizer, key, accepted[key].default)}: {value!r} is not used", stacklevel=4)
         elif stated:
             _warn(f"{key}={stated[0]!r} was asked for; the policy says {value!r}: keeping {stated[0]!r}", stacklevel=4)
-    return {key: value for key, value in wanted.items() if key in accepted and key not in settings}
+    return {
+        key: value
+        for key, value in wanted.items()
+        if key in accepted and key not in settings and takes_value(accepted[key].default, value)
+    }
+
+
+def takes_value(default: Any, value: Any) -> bool:
+    """Whether a value is of the kind that an optimizer's own default has: Adafactor's eps is a pair, and no float."""
+    if default in (None, inspect.Parameter.empty):
+        return True
+    numbers = (int, float)
+    if isinstance(value, bool) or isinstance(default, bool):
+        return isinstance(value, bool) and isinstance(default, bool)
+    return isinstance(default, numbers) if isinstance(value, numbers) else type(value) is type(default)
+
+
+def _other_kind(optimizer: type, key: str, default: Any) -> str:
+    return f"{key} of {optimizer.__name__} is {default!r} by default and of another kind than the policy's"
 
 
 def configure_optimizer(policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -76,6 +96,10 @@ def configure_optimizer(policy: Policy, optimizer: torch.optim.Optimizer) -> tor
     if missing:
         named = ", ".join(f"{key}={wanted[key]!r}" for key in missing)
         _warn(f"{type(optimizer).__name__} has no {' or '.join(missing)}: the policy's {named} is not used")
+    for key in wanted.keys() - set(missing):
+        if not takes_value(optimizer.defaults[key], wanted[key]):
+            missing.append(key)
+            _warn(f"{_other_kind(type(optimizer), key, optimizer.defaults[key])}: {wanted[key]!r} is not used")
     chosen = {key: value for key, value in wanted.items() if key not in missing}
     for group in optimizer.param_groups:
         group.update(chosen)

@@ -20,7 +20,7 @@ from autoprec.apply.trees import CASTABLE
 from autoprec.errors import ApplyError, PrecisionWarning, did_you_mean
 from autoprec.policy import ModelInfo, ModuleInfo, Policy, Precision, is_glob, lies_in, resolve_precisions
 
-__all__ = ["Plan", "resolve_plan", "describe_model", "half_masters"]
+__all__ = ["Plan", "resolve_plan", "describe_model", "half_masters", "named_as_here"]
 
 
 @dataclass(slots=True)
@@ -42,6 +42,7 @@ def resolve_plan(structure: Structure, policy: Policy, *, strict: bool = True) -
         ApplyError: a rule matches nothing (strict), names a part of a single unit, gives one module or one tied weight
             two precisions, or a module has another type than the policy was made for.
     """
+    policy = named_as_here(structure, policy)
     policy = policy.replace(modules=_normalized_rules(structure, policy))
     _check_rules(structure, policy, strict=strict)
     if policy.model is not None:
@@ -51,7 +52,10 @@ def resolve_plan(structure: Structure, policy: Policy, *, strict: bool = True) -
         by_name[name], rules[name] = by_name[governor], rules[governor]
     for name, module in structure.modules.items():
         if is_loss_module(module) and rules[name] != name:
-            by_name[name] = "fp32"
+            for part in structure.modules:
+                rule = rules[part]
+                if lies_in(part, name) and (part == name or rule is None or not lies_in(rule, name)):
+                    by_name[part] = "fp32"
     precisions = {id(m): _of_aliases(structure.names[id(m)], by_name, rules) for _, m in structure.unique()}
     plan = Plan(structure, policy, precisions)
     _check_tied(plan)
@@ -101,6 +105,48 @@ def _normalized_rules(structure: Structure, policy: Policy) -> dict[str, Precisi
     return rules
 
 
+def named_as_here(structure: Structure, policy: Policy) -> Policy:
+    """Return a policy that was found on the network inside this model with names as they are here.
+
+    So it is where every module that the policy knows, with its type, is here below one and the same module, and none at
+    its own name. A policy without a list of modules is left as it is.
+    """
+    modules = policy.model.modules if policy.model is not None else {}
+    prefix, num_found = _network_inside(structure, modules)
+    if policy.model is None or not prefix or num_found < len(modules):
+        return policy
+    if not all(
+        info.type in _type_names(structure.modules[f"{prefix}.{without_prefixes(name)}"])
+        for name, info in modules.items()
+    ):
+        return policy
+    model = policy.model.model_copy(update={"modules": {f"{prefix}.{name}": info for name, info in modules.items()}})
+    return policy.replace(modules={f"{prefix}.{rule}": p for rule, p in policy.modules.items()}, model=model)
+
+
+def _network_inside(structure: Structure, names: Iterable[str]) -> tuple[str, int]:
+    """Return the module below which most of the names are that this model does not have itself, and how many."""
+    paths = [path for name in names if (path := without_prefixes(name)) not in structure.modules]
+    ends = {
+        known.removesuffix(f".{path}") for path in paths for known in structure.modules if known.endswith(f".{path}")
+    }
+    found = {end: sum(f"{end}.{path}" in structure.modules for path in paths) for end in sorted(ends)}
+    most = max(found, key=lambda end: found[end], default="")
+    is_one = most and list(found.values()).count(found[most]) == 1
+    return (most, found[most]) if is_one else ("", 0)
+
+
+def _told_of_inside(structure: Structure, names: list[str]) -> str:
+    """Say that a policy was found on the network inside, where that is what names that are missing show."""
+    prefix, num_found = _network_inside(structure, names)
+    if 2 * num_found < len(names) or not prefix:
+        return ""
+    return (
+        f"; {num_found} of {len(names)} missing names are below {prefix!r}: the policy was found on the network inside,"
+        f" so apply it to that (in Lightning's plugin and Fabric's, module={prefix!r})"
+    )
+
+
 def _matches(glob: str, names: Iterable[str]) -> bool:
     pattern = re.compile(translate(glob))
     return any(pattern.match(name) for name in names if name)
@@ -124,6 +170,7 @@ def _check_rules(structure: Structure, policy: Policy, *, strict: bool) -> None:
     shown = ", ".join(f"{rule!r}{did_you_mean(rule, structure.modules, count=1)}" for rule in unmatched[:8])
     more = f" and {len(unmatched) - 8} more" if len(unmatched) > 8 else ""
     message = f"{len(unmatched)} of the policy's rules match no module of this model: {shown}{more}"
+    message += _told_of_inside(structure, unmatched)
     if strict:
         raise ApplyError(message)
     warnings.warn(message, PrecisionWarning, stacklevel=4)
@@ -151,6 +198,8 @@ def _check_model(structure: Structure, model: ModelInfo, *, strict: bool) -> Non
     if problems:
         message = f"the policy was made for another model ({model.name}): " + "; ".join(problems[:8])
         message += f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        missing = [name for name in model.modules if without_prefixes(name) not in structure.modules]
+        message += _told_of_inside(structure, missing)
         if strict:
             raise ApplyError(message)
         warnings.warn(message, PrecisionWarning, stacklevel=4)

@@ -11,8 +11,8 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import GeneratorType
 from typing import Any
@@ -23,6 +23,7 @@ from torch import nn
 from autoprec.apply.casts import CastCache
 from autoprec.apply.fastpath import WITHOUT_FASTPATH
 from autoprec.apply.losses import FP32Losses
+from autoprec.apply.originals import CASTS, traced_casts
 from autoprec.apply.shadow import Member, Shadow, TracedShadow
 from autoprec.apply.state import LOCAL, Entered, Lock, autocast, device_type_of
 from autoprec.apply.structure import class_forward
@@ -35,6 +36,7 @@ __all__ = ["PolicyForward", "Region", "Root", "run_region", "run_root"]
 
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
 _NOTHING: frozenset[int] = frozenset()
+_NO_OFFER = nullcontext()
 _task = torch._C._current_graph_task_id
 
 
@@ -61,6 +63,9 @@ class Region:
         keeps_output: leave outputs as they are: at the root, and where a loss is computed inside.
         writes_input: the forward is known to change its input in place.
         is_static: the class's forward is a static or class method.
+        gives_fp32: outputs are cast to FP32: at the root.
+        changes_input: the forward's own code changes an argument in place, so that a tracer cannot tell a cast from
+            what became of it.
     """
 
     precision: Precision
@@ -75,6 +80,8 @@ class Region:
     protects_losses: bool = False
     without_fastpath: bool = False
     is_static: bool = False
+    gives_fp32: bool = False
+    changes_input: bool = False
     key: str = field(init=False)
     is_special: bool = field(init=False)
     is_plain_autocast: bool = field(init=False)
@@ -112,7 +119,7 @@ def run_root(module: nn.Module, root: Root, /, *args: Any, **kwargs: Any) -> Any
             return cast_tree(run_region(module, root.region, *args, **kwargs), torch.float32)
     local = LOCAL
     if local.root is root and local.task == _task():  # the root calls itself
-        return run_region(module, root.region, *args, **kwargs)
+        return run_region(module, replace(root.region, gives_fp32=False), *args, **kwargs)
     _refuse_copies(module, sys._getframe(1))
     device_type = device_type_of(module, args, kwargs)
     if root.uses_fp16 and not root.has_warned and device_type == "cpu":
@@ -178,28 +185,63 @@ def run_region(module: nn.Module, region: Region, /, *args: Any, **kwargs: Any) 
             inputs = tuple([cast_tree(value, dtype, copies) for value in args])
             break
     named = {name: cast_tree(value, dtype, copies) for name, value in kwargs.items()} if kwargs else kwargs
-    if entered:
-        output = _call_shadowed(module, region, inputs, named)
-    else:
-        with _context(region, device_type_of(module, args, kwargs), compiling):
+    with _offering(region, copies, compiling):
+        if entered:
             output = _call_shadowed(module, region, inputs, named)
+        else:
+            with _context(region, device_type_of(module, args, kwargs), compiling):
+                output = _call_shadowed(module, region, inputs, named)
+        if region.gives_fp32 or is_outermost:
+            output = cast_tree(output, torch.float32)
     if copies.pairs or copies.tensors:
         copies.write_back()
     if type(output) is GeneratorType and not compiling:
-        return _steps(module, region, output)
-    if is_outermost:
-        return cast_tree(output, torch.float32)
-    return output if region.keeps_output else cast_tree(output, dtype)
+        return _steps(module, region, output, copies)
+    return output if region.keeps_output or is_outermost else cast_tree(output, dtype)
 
 
-def _steps(module: nn.Module, region: Region, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+def _offering(region: Region, copies: Copies, compiling: bool) -> Any:
+    """Let whoever computes in FP32 inside the block have what its half inputs were cast from."""
+    if region.dtype is torch.float32 or region.precision == "autocast":
+        return _NO_OFFER
+    if compiling:
+        return _NO_OFFER if region.changes_input else _traced(copies)
+    return _offered(copies) if copies.tensors else _NO_OFFER
+
+
+@contextmanager
+def _offered(copies: Copies) -> Iterator[None]:
+    outer = CASTS.known
+    CASTS.known = (*copies.tensors, *outer)
+    try:
+        yield
+    finally:
+        CASTS.known = outer
+
+
+@contextmanager
+def _traced(copies: Copies) -> Iterator[None]:
+    num_outer = len(traced_casts)
+    for given, cast in copies.known.values():
+        if isinstance(given, torch.Tensor):
+            traced_casts.append((given, cast))
+    try:
+        yield
+    finally:
+        del traced_casts[num_outer:]
+
+
+def _steps(
+    module: nn.Module, region: Region, generator: Generator[Any, Any, Any], copies: Copies | None = None
+) -> Generator[Any, Any, Any]:
     """Go on with a forward that yields: its code runs after the region was left, so each step enters it again."""
     step = replace(region, inner=generator.send, runs=None)
     sent: Any = None
     try:
         while True:
             try:
-                item = run_region(module, step, sent)
+                with nullcontext() if copies is None else _offering(region, copies, compiling=False):
+                    item = run_region(module, step, sent)
             except StopIteration as end:
                 return end.value
             sent = yield item
@@ -217,10 +259,13 @@ def _run_sequence(module: nn.Module, runs: list[tuple[list[str], Region]], value
                 value = child(value)
             continue
         with _context(run, device_type_of(module, (value,), {}), compiling):
+            copies = Copies()
             if run.precision != "autocast":
-                value = cast_tree(value, run.dtype)
-            for child in children:
-                value = child(value)
+                value = cast_tree(value, run.dtype, copies)
+            with _offering(run, copies, compiling):
+                for child in children:
+                    value = child(value)
+            copies.write_back()
             if run.precision != "autocast":
                 value = cast_tree(value, run.dtype)
     return value
@@ -270,11 +315,11 @@ def _explain(error: RuntimeError, module: nn.Module, root: Root) -> None:
     regions = {id(forward): forward.args[1] for _, forward in root.installed[1:]}
     members = {id(m): m for region in (root.region, *regions.values()) for m in region.own}
     for member in members.values():
-        names = sorted(name for name in member.kept if name in member.module._parameters)
-        if names:
+        if member.kept:
             error.add_note(
-                f"{type(member.module).__name__} keeps {', '.join(names)} in FP32 in a half region (its forward "
-                "writes to it, or its gradient is sparse); where the two meet, give the module fp32 or autocast"
+                f"{type(member.module).__name__} keeps {', '.join(sorted(member.kept))} in FP32 in a half region (its "
+                "forward writes to it, its gradient is sparse, or half cannot hold it); where the two meet, give the "
+                "module fp32 or autocast"
             )
     known = set(map(id, root.modules))
     added = [

@@ -135,7 +135,6 @@ def _wrapped_by(module: nn.Module) -> nn.Module | None:
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return module._modules["module"]
     for prefix in WRAPPER_PREFIXES[1:]:
-        inner = module._modules.get(prefix)
-        if inner is not None:
-            return inner
+        if prefix in module._modules:  # TorchScript's own mapping has no `get`
+            return module._modules[prefix]
     return None

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from autoprec.apply.originals import CASTS, CastInput, original_of
+
 __all__ = ["CASTABLE", "Copies", "cast_tree", "first_tensor"]
 
 CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -34,7 +36,7 @@ class Copies:
         self.assume_written = assume_written
         self.known: dict[int, tuple[Any, Any]] = {}
         self.pairs: list[tuple[Any, Any, Any]] = []
-        self.tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self.tensors: list[CastInput] = []
 
     def find(self, original: Any) -> Any:
         """Return the copy that was made of this object, None where there is none."""
@@ -45,19 +47,34 @@ class Copies:
         self.known[id(original)] = (original, copied)
         self.pairs.append((original, copied, items))
 
-    def note(self, original: torch.Tensor, cast: torch.Tensor) -> None:
-        self.known[id(original)] = (original, cast)
+    def cast(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Cast a tensor, or what that was cast from where it is a cast itself."""
+        original = original_of(value)
+        source = value if original is None else original
+        if source.dtype == dtype:
+            cast = source
+        elif not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # an inference tensor has no version that shows a change
+                cast = source.to(dtype)
+        else:
+            cast = source.to(dtype)
+        self.known[id(value)] = (value, cast)
         if self.assume_written is None:
             if not cast.is_inference():
-                self.tensors.append((original, cast, cast._version))
+                self.tensors.append(CastInput(source, value, cast, cast._version))
         elif self.assume_written:
-            self.tensors.append((original, cast, -1))
+            self.tensors.append(CastInput(source, value, cast, -1))
+        return cast
 
     def write_back(self) -> None:
         """Carry over in-place changes of cast tensors and items set, replaced or deleted in copied containers."""
-        for tensor, cast, version in self.tensors:
-            if version == -1 or cast._version != version:
-                tensor.copy_(cast)
+        for each in self.tensors:
+            if each.version == -1 or each.cast._version != each.version:
+                each.given.copy_(each.cast)
+                for outer in CASTS.known:  # the original itself was written to: nothing is left to carry over
+                    is_given = outer.cast is each.given or outer.cast is each.given._base
+                    if is_given and outer.given is outer.original is not None and each.cast is not each.given:
+                        outer.version = outer.cast._version
         for original, copied, snapshot in self.pairs:
             if isinstance(copied, (list, deque)):
                 _write_back_sequence(original, copied, snapshot)
@@ -99,13 +116,12 @@ def cast_tree(value: Any, dtype: torch.dtype, copies: Copies | None = None) -> A
         if value.dtype == dtype or value.dtype not in CASTABLE:
             return value
         if copies is None:
-            return value if value.ndim == 0 and dtype != torch.float32 else value.to(dtype)
+            if value.ndim == 0 and dtype != torch.float32:
+                return value
+            original = original_of(value)
+            return (value if original is None else original).to(dtype)
         known: torch.Tensor | None = copies.find(value)
-        if known is not None:
-            return known
-        cast = value.to(dtype)
-        copies.note(value, cast)
-        return cast
+        return copies.cast(value, dtype) if known is None else known
     if isinstance(value, _PLAIN):
         return value
     if copies is not None and (found := copies.find(value)) is not None:

@@ -19,7 +19,7 @@ from autoprec.apply.casts import plain_tensors
 from autoprec.apply.checkpointing import own_forward
 from autoprec.apply.trees import CASTABLE
 
-__all__ = ["tensors_kept", "written_parameters"]
+__all__ = ["changes_arguments", "tensors_kept", "written_parameters"]
 
 MAX_DEPTH = 3
 _EVERY = "*"
@@ -57,6 +57,38 @@ def tensors_kept(module: nn.Module) -> set[str]:
 def written_parameters(module: nn.Module) -> set[str]:
     """Return the names of the floating parameters that the module's forward is seen to write to."""
     return _written_in_place(module, set())
+
+
+def changes_arguments(module: nn.Module) -> bool:
+    """Whether the code of the module's forward is seen to change one of its arguments in place."""
+    function = _own_function(module) or type(module).forward
+    if not isinstance(function, types.FunctionType) or function.__module__.startswith("torch."):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return True
+    code = function.__code__
+    names = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]) - {"self"}
+    return any(_root_name(target) in names for node in ast.walk(tree) for target in _changed_by(node))
+
+
+def _changed_by(node: ast.AST) -> list[ast.AST]:
+    """Return the expressions whose tensors one statement or call changes in place."""
+    if isinstance(node, ast.AugAssign):
+        return [node.target]
+    if isinstance(node, ast.Assign):
+        return [target for target in node.targets if isinstance(target, ast.Subscript)]
+    if isinstance(node, ast.Call):
+        is_in_place = _last_name(node.func).endswith("_") and not _last_name(node.func).endswith("__")
+        return [node.func.value] if is_in_place and isinstance(node.func, ast.Attribute) else []
+    return []
+
+
+def _root_name(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _written_in_place(module: nn.Module, plain: set[str]) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import runpy
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,7 @@ import typer
 
 from autoprec.cli.output import WORSE, check_format, open_console, print_json, read_policy
 from autoprec.cli.task_options import TaskOptions, option, takes_task
+from autoprec.errors import TaskError, UsageError
 
 if TYPE_CHECKING:
     from autoprec.doctor import Finding, Observations
@@ -31,13 +33,16 @@ def _doctor(
     policy: Annotated[Path | None, option("Train a task under this policy; stock autocast FP16.", "--policy")] = None,
     num_steps: Annotated[int, option("Optimizer steps to watch.", "--num-steps", min=2)] = 12,
     format: Annotated[str, option("text or json.", "--format")] = "text",
+    script: Annotated[
+        list[str] | None, typer.Argument(help="A script to run as it is; its own options after --.", metavar="SCRIPT")
+    ] = None,
 ) -> None:
     check_format(format)
     from autoprec.doctor import diagnose, summarise
 
     found = None if policy is None else read_policy(policy)
     with contextlib.redirect_stdout(sys.stderr):  # what the training itself prints is no result
-        seen = _examine(task, found, num_steps)
+        seen = _examine_script(script, task, found, num_steps) if script else _examine(task, found, num_steps)
     findings, facts = diagnose(seen), summarise(seen)
     if format == "json":
         print_json({"findings": [dataclasses.asdict(finding) for finding in findings], "facts": facts})
@@ -63,6 +68,30 @@ def _examine(task: TaskOptions, policy: Policy | None, num_steps: int) -> Observ
         return dataclasses.replace(made, **options) if isinstance(made, Task) else made
 
     return examine(training, policy=policy, settings=settings, num_steps=num_steps)
+
+
+def _examine_script(script: list[str], task: TaskOptions, policy: Policy | None, num_steps: int) -> Observations:
+    """Run a file as `python FILE ...` would, with the rest as its arguments."""
+    from autoprec.doctor import examine
+
+    path = Path(script[0])
+    if task.task is not None or policy is not None:
+        raise UsageError(f"script {path.name!r} decides everything itself; leave out --task and --policy")
+    if not path.is_file():
+        raise UsageError(f"script {path.name!r}: there is no such file")
+
+    def run() -> None:
+        arguments, search = sys.argv, list(sys.path)
+        sys.argv, sys.path[:0] = list(script), [str(path.parent.resolve())]
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise TaskError(f"script {path.name!r} ended with exit code {end.code}") from end
+        finally:
+            sys.argv, sys.path[:] = arguments, search
+
+    return examine(run, settings=task.trial_settings(), num_steps=num_steps)
 
 
 def _print(findings: list[Finding], facts: dict[str, str]) -> None:

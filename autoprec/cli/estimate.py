@@ -52,18 +52,21 @@ def _estimate(
     estimator, name = _open(small, found)
     wanted = batch_size or (task.target_batch_size if named else estimator.num_samples)
     arms = _arms(found, task.gpu)
-    steps = {arm: estimator(each, batch_size=wanted) for arm, each in arms.items()}
+    steps, refused = _steps(estimator, arms, wanted)
+    arms = {arm: each for arm, each in arms.items() if arm in steps}
     largest, remedies = None, []
     if budget is not None:
         from autoprec.estimates import find_remedies
 
-        best = arms.get("policy", arms["autocast fp16"])
+        best = arms.get("policy") or arms.get("autocast fp16") or arms["fp32"]
         largest = _largest(estimator, arms, budget, wanted)
         remedies = find_remedies(estimator, estimator.model, best, batch_size=wanted, budget_bytes=budget)
     if format == "json":
-        print_json(_document(name, wanted, steps, largest, remedies, budget))
+        document = _document(name, wanted, steps, largest, remedies, budget)
+        document["arms"] |= {arm: {"refused": reason} for arm, reason in refused.items()}
+        print_json(document)
     else:
-        _print(f"{name}, batch {wanted:,}", steps, largest, remedies, memory_budget or "")
+        _print(f"{name}, batch {wanted:,}", steps, largest, remedies, memory_budget or "", refused)
 
 
 def _open(task: TaskOptions, policy: Policy | None) -> tuple[TargetEstimator, str]:
@@ -89,6 +92,24 @@ def _arms(policy: Policy | None, gpu: str) -> dict[str, Policy]:
     return {**arms, "policy": policy}
 
 
+def _steps(
+    estimator: TargetEstimator, arms: Mapping[str, Policy], batch_size: int
+) -> tuple[dict[str, StepEstimate], dict[str, str]]:
+    """Estimate a step of each arm; of those whose precision an operator refuses, return what refused. FP32 must run."""
+    from autoprec.trials.failures import classify, describe
+
+    steps: dict[str, StepEstimate] = {}
+    refused: dict[str, str] = {}
+    for arm, policy in arms.items():
+        try:
+            steps[arm] = estimator(policy, batch_size=batch_size)
+        except Exception as error:
+            if classify(error, policy) != "unsupported":
+                raise
+            refused[arm] = describe(error, estimator.model)
+    return steps, refused
+
+
 def _largest(
     estimator: TargetEstimator, arms: Mapping[str, Policy], budget: float, wanted: int
 ) -> dict[str, int | None]:
@@ -109,7 +130,7 @@ def _largest(
 
 def _print(
     title: str, steps: Mapping[str, StepEstimate], largest: Mapping[str, int | None] | None, remedies: Sequence[Remedy],
-    budget: str,
+    budget: str, refused: Mapping[str, str],
 ) -> None:  # fmt: skip
     from autoprec.estimates import GPUS
     from autoprec.report.escaping import escaped
@@ -122,6 +143,8 @@ def _print(
     console.print(unit_table(steps, count=NUM_UNITS))
     if remedies:
         console.print(remedy_table(remedies, title=f"what makes the batch fit in {budget}, in order of cost"))
+    for arm, reason in refused.items():
+        console.print(escaped(f"{arm}: not estimated, since it cannot run: {reason}"), soft_wrap=True)
     notes = dict.fromkeys(note for step in steps.values() for note in step.notes)
     for note in (*notes, "not in the peak: CUDA context, library workspaces, fragmentation, communication buffers"):
         console.print(escaped(f"note: {note}"), soft_wrap=True)

@@ -50,8 +50,11 @@ def _convert(policy: Policy, to: str, task: TaskOptions, zero_stage: int, *, nam
     """Return the export; `name` is that of the policy's file."""
     if to == "deepspeed":
         from autoprec.integrations.deepspeed_config import deepspeed_config
+        from autoprec.integrations.exported import target_batch_size
 
-        return deepspeed_config(policy, zero_stage=zero_stage, micro_batch_size=task.target_batch_size)
+        said = task.target_batch_size if task.target_batch_size != TaskOptions().target_batch_size else None
+        size = said or target_batch_size(policy) or task.target_batch_size
+        return deepspeed_config(policy, zero_stage=zero_stage, micro_batch_size=size)
     if to in ("accelerate", "lightning"):
         from autoprec.integrations import launch_files
 

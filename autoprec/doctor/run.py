@@ -13,6 +13,7 @@ from autoprec.apply import apply_policy, build_grad_scaler, set_tf32
 from autoprec.doctor.observations import Observations
 from autoprec.doctor.watching import watch
 from autoprec.emulation import emulate
+from autoprec.emulation.cuda_names import cuda_names_on_cpu
 from autoprec.errors import AutoprecError, TaskError
 from autoprec.policy import Policy
 from autoprec.tasks.batches import BatchStream
@@ -44,7 +45,8 @@ def examine(
 
     Args:
         training: a task, or a function without arguments that trains by itself (or that returns a task). Such a
-            function decides everything; it is ended after `num_steps` optimizer steps, wherever it is.
+            function decides everything; it is ended after `num_steps` optimizer steps, wherever it is. An autocast and
+            a grad scaler that name CUDA where there is none are the CPU's.
         policy: of a task; None is stock autocast in FP16 with torch's grad scaler.
         settings: seed, device and GPU. On a CPU half arithmetic and CUDA's autocast rules are emulated.
 
@@ -57,7 +59,8 @@ def examine(
         seed_everything(chosen.seed)
         if isinstance(training, Task):
             return _examine_task(training, policy or Policy(), chosen, num_steps)
-        with _arithmetic(chosen), watch(gpu=chosen.gpu, on_step=_stop_after(num_steps)) as seen:
+        names = cuda_names_on_cpu() if torch.device(chosen.device).type == "cpu" else nullcontext()
+        with _arithmetic(chosen), names, watch(gpu=chosen.gpu, on_step=_stop_after(num_steps)) as seen:
             made = _run(training, seen)
     if isinstance(made, Task):
         return examine(made, policy=policy, settings=chosen, num_steps=num_steps)

@@ -124,8 +124,12 @@ def _any_half(values: Iterable[Any]) -> bool:
 
 
 def _is_composite(func: Any) -> bool:
-    """`prim` operators (a fake tensor asked for its device) are in no table of the dispatcher."""
-    return isinstance(func, torch._ops.OpOverload) and func.namespace != "prim" and func._can_decompose()
+    """Whether the operator is made of others. Ones that the dispatcher lacks are not: asked of a fake tensor's device
+    (`prim`) or a nested tensor's sizes (`sym_size`), it raises, which ends the process from inside a dispatch mode."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    name: str = func.name()  # type: ignore[no-untyped-call]
+    return bool(torch._C._dispatch_has_kernel(name)) and func._can_decompose()
 
 
 class HalfArithmetic(TorchDispatchMode):
@@ -148,7 +152,9 @@ class HalfArithmetic(TorchDispatchMode):
 
     def _decomposed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look inside a composite operator; inference mode alone brings them here whole."""
-        if not _any_half((*args, *kwargs.values())):
+        values = (*args, *kwargs.values())
+        # nested tensors take operators apart themselves, and compute with plain tensors in true half
+        if not _any_half(values) or any(isinstance(value, torch.Tensor) and value.is_nested for value in values):
             return func(*args, **kwargs)
         with self:
             return func.decompose(*args, **kwargs)

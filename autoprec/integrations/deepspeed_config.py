@@ -19,6 +19,7 @@ from autoprec.integrations.exported import (
     lost_optimizer_settings,
     lost_training_options,
     scaler_settings,
+    target_batch_size,
 )
 from autoprec.policy import GradScalerSettings, Policy, Precision, known_precisions
 
@@ -35,18 +36,21 @@ NO_CLIPPING = (
 )
 
 
-def deepspeed_config(policy: Policy, *, zero_stage: int = 1, micro_batch_size: int = 1) -> Exported:
+def deepspeed_config(policy: Policy, *, zero_stage: int = 1, micro_batch_size: int | None = None) -> Exported:
     """Write the fp16, bf16, torch_autocast and zero_optimization sections that come nearest to a policy.
 
     Args:
         zero_stage: 0 (off) to 3; the policy says nothing about it.
-        micro_batch_size: samples of one process and micro-batch, which DeepSpeed wants to know.
+        micro_batch_size: samples of one process and micro-batch, which DeepSpeed wants to know; None takes the batch
+            that the policy was found for, else 1.
 
     Raises:
         UsageError: no such stage, or no positive batch size.
     """
     if zero_stage not in ZERO_STAGES:
         raise UsageError(f"ZeRO stage {zero_stage}; allowed: {', '.join(map(str, ZERO_STAGES))}")
+    if micro_batch_size is None:
+        micro_batch_size = target_batch_size(policy) or 1
     if micro_batch_size < 1:
         raise UsageError(f"micro-batch size {micro_batch_size}; at least 1")
     section = _main_precision(policy)

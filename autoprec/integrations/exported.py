@@ -16,6 +16,7 @@ __all__ = [
     "lost_optimizer_settings",
     "lost_training_options",
     "scaler_settings",
+    "target_batch_size",
 ]
 
 
@@ -32,6 +33,13 @@ class Exported:
     text: str
     lost: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def target_batch_size(policy: Policy) -> int | None:
+    """Return the batch of the real run that the policy was found for, None where its file does not say."""
+    settings = policy.provenance.settings if policy.provenance is not None else {}
+    found = settings.get("target_batch_size")
+    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
 
 
 def as_json(data: Mapping[str, Any]) -> str:

@@ -55,8 +55,11 @@ class ExponentHistogram(BaseModel):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> ExponentHistogram:
-        """Count the values of a floating tensor of any shape."""
-        values = tensor.detach().reshape(-1)
+        """Count the values of a floating tensor of any shape, those that are stored of a sparse or jagged one."""
+        stored = tensor.detach()
+        if stored.layout is torch.sparse_coo:
+            stored = stored.coalesce()
+        values = (stored if stored.layout is torch.strided else stored.values()).reshape(-1)
         if not values.numel():
             return cls()
         low, high = torch.aminmax(values)

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from autoprec.apply import remove_checkpointing
+from autoprec.errors import TaskError
 from autoprec.policy import Policy
 from autoprec.probes.ranges import HalfRun, UnitRanges, watch_ranges
 from autoprec.profiling.costs import ShapeScale, cast_seconds, unit_costs
 from autoprec.profiling.profile import HalfError, Profile, ProfileSettings, UnitProfile
-from autoprec.tasks.batches import BatchStream
+from autoprec.tasks.batches import BatchStream, non_finite_in, stored_values
 from autoprec.tasks.protocol import Batch, Loss, Task
 from autoprec.training import TrainingStep
 from autoprec.trials.building import build_model, build_task_optimizers, prepare_batch
@@ -131,6 +132,10 @@ class _Steps:
             if self.first_batch is None:
                 self.first_batch = batch
             loss = self._step(step, batch, watch=not self.losses)
+            if not math.isfinite(loss):
+                found = non_finite_in(batch)
+                held = f": training batch {len(self.losses)} holds {found}" if found else ", from finite numbers"
+                raise TaskError(f"task {task.name!r}: the FP32 loss is {loss} at step {len(self.losses)}{held}")
             hardest = max(hardest, (loss, batch), key=lambda pair: pair[0])
         if num_batches > 1:
             self._step(step, hardest[1], watch=True)
@@ -173,6 +178,6 @@ class _Steps:
 
 
 def _largest_gradient(model: nn.Module) -> float:
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [stored_values(p.grad)[-1] for p in model.parameters() if p.grad is not None]
     largest = [float(norm) for norm in torch._foreach_norm(gradients, math.inf)] if gradients else [0.0]
     return min(max(largest), 3.4e38)

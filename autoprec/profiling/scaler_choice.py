@@ -40,9 +40,12 @@ class ScaleWindow:
         return self.low <= scale <= self.high
 
     def distance(self, scale: float) -> tuple[float, float]:
-        """Order scales: octaves outside the window first, then the larger scale before the smaller."""
+        """Order scales: octaves outside the window first; inside, the larger before the smaller, outside the smaller.
+
+        A scale above the window overflows, one below it flushes a few gradients more.
+        """
         outside = max(0.0, math.log2(self.low / scale), math.log2(scale / self.high))
-        return outside, -scale
+        return outside, scale if outside else -scale
 
 
 def scale_window(gradients: ExponentHistogram) -> ScaleWindow:

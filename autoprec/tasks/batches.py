@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ __all__ = [
     "move_batch",
     "map_tensors",
     "tensors_of",
+    "non_finite_in",
+    "same_values",
+    "stored_values",
     "open_batches",
     "describe_loader",
     "longest_batch",
@@ -86,6 +90,52 @@ def tensors_of(batch: Batch) -> list[torch.Tensor]:
     return found
 
 
+def stored_values(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors that a tensor consists of: indices and values of a sparse one, parts of a nested one."""
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.layout is torch.sparse_coo:
+        whole = tensor.coalesce()
+        return [whole.indices(), whole.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
+def same_values(batch: Batch, other: Batch) -> bool:
+    """Whether two batches hold the same numbers, sparse and nested tensors too, on whatever devices; NaN equals NaN."""
+    pairs = zip(tensors_of(batch), tensors_of(other), strict=False)
+    return all(_equal(a, b) for one, two in pairs for a, b in _stored_pairs(one, two))
+
+
+def _stored_pairs(tensor: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
+    if tensor.layout is not other.layout or tensor.is_nested is not other.is_nested:
+        yield None, other
+        return
+    yield from zip_longest(stored_values(tensor), stored_values(other))
+
+
+def _equal(tensor: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if tensor is None or other is None or tensor.shape != other.shape:
+        return False
+    one, two = tensor.cpu(), other.cpu()
+    return torch.equal(one, two) or bool(((one == two) | ((one != one) & (two != two))).all())
+
+
+def non_finite_in(batch: Batch) -> str | None:
+    """Say which tensor of a batch holds NaN or infinity, and how many; None where all numbers are finite."""
+    for place, tensor in enumerate(tensors_of(batch), start=1):
+        parts = [part for part in stored_values(tensor) if part.is_floating_point() or part.is_complex()]
+        for name, test in (("NaN", torch.isnan), ("inf", torch.isinf)):
+            number = sum(int(test(part).sum()) for part in parts)
+            if number:
+                shape = "x".join(map(str, tensor.shape))
+                return f"{number} {name} in its tensor {place} ({shape} {str(tensor.dtype).removeprefix('torch.')})"
+    return None
+
+
 def move_batch(batch: Batch, device: torch.device) -> Batch:
     """Return the batch on `device`; a tensor that is already there is not copied."""
 
@@ -112,9 +162,13 @@ def count_samples(batch: Batch) -> int:
 
 
 def cut_batch(batch: Batch, *, size: int, num_samples: Callable[[Batch], int] | None = None) -> Batch:
-    """Return the first `size` samples: of every tensor whose first dimension is the number of samples."""
+    """Return the first `size` samples: of every tensor whose first dimension is the number of samples.
+
+    A batch with sparse or nested tensors, such as a graph, stays whole.
+    """
     current = (num_samples or count_samples)(batch)
-    if current <= size:
+    is_whole = any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors_of(batch))
+    if current <= size or is_whole:
         return batch
     return map_tensors(lambda tensor: tensor[:size] if tensor.ndim and tensor.shape[0] == current else tensor, batch)
 

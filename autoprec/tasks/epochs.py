@@ -17,7 +17,7 @@ HELD_OUT_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class EpochBatches:
-    """One epoch each time it is called; the last batch may be smaller.
+    """One epoch each time it is called or gone through; the last batch may be smaller.
 
     Attributes:
         collate: makes the batch of some samples, given as a 1-D tensor of their indices.
@@ -35,6 +35,13 @@ class EpochBatches:
         order = torch.randperm(self.num_samples) if self.shuffle else torch.arange(self.num_samples)
         for indices in order.split(self.batch_size):  # type: ignore[no-untyped-call]
             yield self.collate(indices)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self()
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return -(-self.num_samples // self.batch_size)
 
     def first(self, batch_size: int) -> Batch:
         """Return a batch of the first samples; data with fewer of them is repeated."""

@@ -95,7 +95,7 @@ class _NextToken:
 
     def __call__(self, indices: torch.Tensor) -> LanguageBatch:
         picked = self.windows[indices].long()
-        return picked[:, :-1], picked[:, 1:]
+        return picked[:, :-1].contiguous(), picked[:, 1:].contiguous()  # losses look at them with `view(-1)`
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -211,8 +211,7 @@ def _call_step(model: nn.Module, step: str, batch: Batch) -> Any:
     """Call the module's step; through the wrapper where there is one (DDP), whose forward does more."""
     module: Any = unwrap(model)
     method = getattr(module, step)
-    takes_index = "batch_idx" in inspect.signature(method).parameters
-    call = functools.partial(method, batch, batch_idx=0) if takes_index else functools.partial(method, batch)
+    call = functools.partial(method, batch, *_index_of(method))
     if module is model or isinstance(model, torch._dynamo.OptimizedModule):
         return call()
     had_forward = "forward" in module.__dict__
@@ -227,6 +226,14 @@ def _call_step(model: nn.Module, step: str, batch: Batch) -> Any:
 
     module.forward = redirected
     return model(batch)
+
+
+def _index_of(method: Callable[..., Any]) -> tuple[int, ...]:
+    """Return the index that a step takes after its batch, whatever it calls it: Lightning gives it by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(method).parameters.values()
+    is_open = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
+    return (0,) if is_open or sum(parameter.kind in kinds for parameter in parameters) > 1 else ()
 
 
 def _loss_of(returned: Any) -> Any:

@@ -138,7 +138,7 @@ def _load_folder(root: Path, seed: int) -> MaskData:
     names = sorted(found["images"])
     if not names:
         raise TaskError(f"data 'masks': {root.name!r} holds no images (endings: {', '.join(IMAGE_ENDINGS)})")
-    largest = [_largest_class(found["masks"][name]) for name in names]
+    largest = [_largest_class(found["masks"][name], found["images"][name]) for name in names]
     splits = [
         FileMasks(
             FileImages([(str(found["images"][names[i]]), 0) for i in part.tolist()], torch.zeros(len(part))),
@@ -156,9 +156,30 @@ def _files(folder: Path) -> dict[str, Path]:
     return {file.stem: file for file in folder.iterdir() if file.suffix.lower() in IMAGE_ENDINGS}
 
 
-def _largest_class(file: Path) -> int:
+def _largest_class(file: Path, image: Path) -> int:
+    """Return the largest class of a mask, which has to have its image's size: resized, it would label other pixels.
+
+    Raises:
+        TaskError: another size, or a file that cannot be read.
+    """
     values = _read_mask(str(file))
+    found, wanted = (values.shape[1], values.shape[0]), _image_size(image)
+    if found != wanted:
+        raise TaskError(
+            f"mask {file.name!r} has {found[0]} x {found[1]} pixels and its image {image.name!r} {wanted[0]} x"
+            f" {wanted[1]}; one size is needed"
+        )
     return int(values[values != IGNORED].max()) if (values != IGNORED).any() else 0
+
+
+def _image_size(file: Path) -> tuple[int, int]:
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            return image.size
+    except OSError as error:
+        raise TaskError(f"image {file.name!r} cannot be read ({type(error).__name__})") from error
 
 
 def _read_mask(path: str) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +15,17 @@ from autoprec.errors import TaskError
 from autoprec.tasks.options import training_options
 from autoprec.tasks.source import TaskSource
 
-__all__ = ["Batch", "Batches", "BuildOptimizer", "Loss", "OneShot", "OptimizersOfModel", "Task", "TargetShape"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "BuildOptimizer",
+    "Loss",
+    "OneShot",
+    "OptimizersOfModel",
+    "Task",
+    "TargetShape",
+    "takes_model",
+]
 
 Batch = Any
 """Whatever the task's own loss takes: a tensor, tuple, dict, named tuple or dataclass of tensors."""
@@ -29,7 +41,11 @@ Loss = Callable[[nn.Module, Batch], torch.Tensor]
 """`loss(model, batch)` -> scalar tensor; calls the model itself."""
 
 BuildOptimizer = Callable[..., torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
-"""A class such as `torch.optim.AdamW`, or a function from parameters to an optimizer, or to several."""
+"""A class such as `torch.optim.AdamW`, or a function from parameters, or the model, to an optimizer, or to several."""
+
+
+MODEL_NAMES = ("model", "module", "network", "net")
+"""What a function that builds an optimizer from the model calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +56,29 @@ class OptimizersOfModel:
 
     def __call__(self, model: nn.Module) -> torch.optim.Optimizer | Sequence[torch.optim.Optimizer]:
         return self.build(model)
+
+
+def takes_model(build: Any) -> bool:
+    """Whether a `Task.optimizer` is called with the model: its only needed argument is called so, or annotated so.
+
+    Classes of optimizers take parameters.
+    """
+    if isinstance(build, OptimizersOfModel):
+        return True
+    if isinstance(build, type) or not callable(build):
+        return False
+    try:
+        parameters = list(inspect.signature(build).parameters.values())
+        hints = typing.get_type_hints(build) if inspect.isroutine(build) else {}
+    except (TypeError, ValueError, NameError):  # a builtin, or an annotation of a name that is not there
+        hints = {}
+        parameters = []
+    if not parameters:
+        return False
+    hint = hints.get(parameters[0].name, parameters[0].annotation)
+    if isinstance(hint, type) and hint is not inspect.Parameter.empty:
+        return issubclass(hint, nn.Module)
+    return parameters[0].name in MODEL_NAMES
 
 
 class OneShot:
@@ -97,8 +136,9 @@ class Task:
         metric_name: what `accuracy` in the study means for this task.
         metric_direction: "maximize" or "minimize" (a metric to minimize is stored negated).
         optimizer: a class such as `torch.optim.AdamW`, or a function from parameters to an optimizer (or to several
-            that share the loss); with `losses` also a mapping from the same names to classes or functions. An
-            `OptimizersOfModel` is called with the model.
+            that share the loss); with `losses` also a mapping from the same names to classes or functions. A function
+            whose argument is called `model`, or annotated as an `nn.Module`, gets the model, with `losses` the
+            submodule: for groups by name, or a rate for each layer.
         optimizer_settings: keyword arguments of a class (lr, weight_decay ...).
         scheduler: `scheduler(optimizer, num_steps)` -> a scheduler stepped after each step that was taken; called for
             each optimizer.

@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoprec.apply import build_optimizer, checkpoint_modules
+from autoprec.apply.optimizers import takes_value
 from autoprec.errors import ApplyError, TaskError, did_you_mean
 from autoprec.policy import Policy
 from autoprec.tasks.batches import map_tensors, move_batch, open_batches
 from autoprec.tasks.options import implementation_settings, training_options
-from autoprec.tasks.protocol import Batch, OptimizersOfModel, Task
+from autoprec.tasks.protocol import Batch, Task, takes_model
 from autoprec.training import low_precision_parameters, needs_closure
 
 __all__ = [
@@ -124,19 +125,18 @@ def perturb_weights(model: nn.Module, perturbation: float, *, seed: int) -> None
 def build_task_optimizers(task: Task, policy: Policy, model: nn.Module) -> list[torch.optim.Optimizer]:
     """Build the task's optimizers with the policy's eps and amsgrad: one for each of `task.losses` where it has those.
 
-    A class gets the task's settings; a function gets the parameters alone, and its groups the policy's values.
+    A class gets the task's settings; a function gets the parameters, or the model, and its groups the policy's values.
 
     Raises:
         TaskError: a function returned something else than optimizers, one needs a closure (LBFGS), or `losses` names a
             submodule that is not there.
     """
     if not task.losses:
-        of_model = isinstance(task.optimizer, OptimizersOfModel)
-        return _build_optimizers(task, policy, task.optimizer, model if of_model else list(model.parameters()))
+        return _build_optimizers(task, policy, task.optimizer, model)
     optimizers = []
     for name in task.losses:
         build = task.optimizer[name] if isinstance(task.optimizer, Mapping) else task.optimizer
-        built = _build_optimizers(task, policy, build, list(_submodule(task, model, name).parameters()))
+        built = _build_optimizers(task, policy, build, _submodule(task, model, name))
         if len(built) != 1:
             raise TaskError(
                 f"task {task.name!r}: optimizer() returned {len(built)} optimizers for {name!r}; one is needed"
@@ -156,16 +156,14 @@ def _submodule(task: Task, model: nn.Module, name: str) -> nn.Module:
         ) from None
 
 
-def _build_optimizers(
-    task: Task, policy: Policy, build: Any, parameters: list[nn.Parameter] | nn.Module
-) -> list[torch.optim.Optimizer]:
+def _build_optimizers(task: Task, policy: Policy, build: Any, model: nn.Module) -> list[torch.optim.Optimizer]:
     if isinstance(build, type):
         kind = cast("type[torch.optim.Optimizer]", build)
         settings = {**task.optimizer_settings, **implementation_settings(task, build)}
-        optimizers = [build_optimizer(policy, kind, cast("list[nn.Parameter]", parameters), **settings)]
+        optimizers = [build_optimizer(policy, kind, list(model.parameters()), **settings)]
     else:
         implementation_settings(task, build)
-        built = build(parameters)
+        built = build(model if takes_model(build) else list(model.parameters()))
         optimizers = list(built) if isinstance(built, list | tuple) else [built]
         if not optimizers or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
             what = "nothing" if not optimizers else type(optimizers[0]).__name__
@@ -180,7 +178,8 @@ def _build_optimizers(
 def _set_choices(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
     chosen = {} if policy.optimizer is None else {"eps": policy.optimizer.eps, "amsgrad": policy.optimizer.amsgrad}
     for group in optimizer.param_groups:
-        group.update({key: value for key, value in chosen.items() if value is not None and key in group})
+        given = {key: value for key, value in chosen.items() if value is not None and key in group}
+        group.update({key: value for key, value in given.items() if takes_value(group[key], value)})
 
 
 def _refuse_closure(task: Task, optimizer: torch.optim.Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -13,21 +14,32 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from autoprec.emulation import emulate
 from autoprec.errors import ApplyError, AutoprecError, StudyError, TaskError
 from autoprec.estimates.fakes import loss_of_fakes
 from autoprec.policy import Policy
-from autoprec.tasks.batches import BatchStream, count_samples, describe_loader, open_batches, tensors_of
+from autoprec.tasks.batches import (
+    BatchStream,
+    count_samples,
+    describe_loader,
+    non_finite_in,
+    open_batches,
+    same_values,
+    tensors_of,
+)
 from autoprec.tasks.loading import explain
 from autoprec.tasks.protocol import Batch, Batches, OneShot, TargetShape, Task
 from autoprec.training import StepResult, TrainingStep, list_dtypes, low_precision_parameters
 from autoprec.trials.building import build_model, build_schedulers, build_task_optimizers, prepare_batch
-from autoprec.trials.evaluation import evaluating, loss_and_metric
+from autoprec.trials.evaluation import estimate_batchnorm, evaluating, loss_and_metric
 from autoprec.trials.failures import is_out_of_memory
 from autoprec.trials.isolation import isolated, release, seed_everything
 from autoprec.trials.outcome import TrialSettings
 
-__all__ = ["check_task"]
+__all__ = ["RAISES_IN_AUTOCAST", "check_task"]
 
+RAISES_IN_AUTOCAST = "the task's loss raises inside a plain torch.autocast block, which a policy does without"
+"""How the note begins that plain autocast around the loss is no way to train this task; what raised follows."""
 MAX_NAMES = 4
 """How many parameters a note names."""
 
@@ -53,7 +65,8 @@ def check_task(task: Task, settings: TrialSettings, *, num_steps: int) -> list[s
         batch = check.batches()
         model = check.model()
         check.training(model, batch)
-        check.evaluation(model)
+        check.plain_autocast(model, batch)
+        check.evaluation(model, batch)
         check.target(model)
     del model, batch
     release(None, torch.device(settings.device))
@@ -67,6 +80,7 @@ class _Check:
         self.device = torch.device(settings.device)
         self.num_batches = num_steps * task.accumulation_steps
         self.notes: list[str] = []
+        self.frozen_half: dict[str, torch.dtype] = {}
 
     def error(self, text: str) -> TaskError:
         return TaskError(f"task {self.task.name!r}: {text}")
@@ -96,7 +110,17 @@ class _Check:
                 raise StudyError(
                     f"FP32 does not fit in memory: {shown} {explain(error)}; give smaller batches"
                 ) from error
-            raise self.error(f"{shown} {explain(error)}") from error
+            raise self.error(f"{shown} {explain(error)}{self._about_frozen(error)}") from error
+
+    def _about_frozen(self, error: BaseException) -> str:
+        """Say what to do where FP32 code met frozen half weights, which autocast alone brings together."""
+        if not self.frozen_half or "type" not in str(error):
+            return ""
+        return (
+            f"; frozen weights are half ({list_dtypes(self.frozen_half, count=MAX_NAMES)}), and FP32, which everything"
+            " is compared with, cannot compute with them: build the model with them in FP32 (`.float()`), and a policy"
+            " of bf16 or fp16 computes with half copies of them"
+        )
 
     def fields(self) -> None:
         task = self.task
@@ -147,7 +171,7 @@ class _Check:
             self.task.train_batches, num_samples=self.task.num_samples, num_needed=self.num_batches, on_note=self.note
         )
         batch: Batch = self.run("train_batches", lambda: self._drawn(stream))
-        if not _equal(first, self._first("train_batches", self.task.train_batches)):
+        if not same_values(first, self._first("train_batches", self.task.train_batches)):
             self.note(
                 "the training batches differ between two openings under one seed, so that no two trials see the same:"
                 " let whatever is random in them come from torch's global random state"
@@ -205,6 +229,11 @@ class _Check:
         built: nn.Module = self.run(
             "loss(model, batch)", lambda: build_model(self.task, self.device, build=lambda: model)
         )
+        self.frozen_half = {
+            name: p.dtype
+            for name, p in built.named_parameters()
+            if not p.requires_grad and p.itemsize < 4 and p.is_floating_point()
+        }
         half = low_precision_parameters(built)
         if half:
             raise self.error(
@@ -241,6 +270,22 @@ class _Check:
             )
         for scheduler in schedulers:
             self.call("scheduler(optimizer, num_steps).step()", scheduler.step)
+
+    def plain_autocast(self, model: nn.Module, batch: Batch) -> None:
+        """Note where a loss cannot be computed inside an autocast block, as BCELoss; a policy leaves losses outside."""
+        batch = prepare_batch(self.task, batch, self.device)
+        kind = self.device.type
+        if not torch.amp.is_autocast_available(kind):
+            return
+        with torch.no_grad(), emulate() if kind == "cpu" else contextlib.nullcontext():
+            for _, compute_loss in self.task.trained_losses:
+                try:
+                    with torch.autocast(kind, dtype=torch.float16):
+                        compute_loss(model, batch)
+                except Exception as error:
+                    lacks_kernel = kind == "cpu" and "not implemented for" in str(error)  # says nothing of a GPU
+                    if not is_out_of_memory(error) and not lacks_kernel:
+                        self.note(f"{RAISES_IN_AUTOCAST}: {explain(error).removeprefix('raised ')}")
 
     def _parameters(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -280,13 +325,16 @@ class _Check:
                 " model"
             )
         if not math.isfinite(float(loss.detach())):
-            raise self.error(
-                f"{shown} is {float(loss.detach())} on the first batch, in FP32; nothing can be trained on it"
-            )
+            found = non_finite_in(batch)
+            held = f": the batch holds {found}" if found else "; nothing can be trained on it"
+            raise self.error(f"{shown} is {float(loss.detach())} on the first batch, in FP32{held}")
         return loss
 
-    def evaluation(self, model: nn.Module) -> None:
-        """Compute loss and metric of the first held-out batch."""
+    def evaluation(self, model: nn.Module, first: Batch) -> None:
+        """Estimate batch norms' statistics on the first training batch; loss and metric of the first held-out one."""
+        first = prepare_batch(self.task, first, self.device)
+        shown = "loss(model, batch), called with the batch norms' statistics estimated anew,"
+        self.run(shown, lambda: estimate_batchnorm(model, self.task, [first]))
         batch = prepare_batch(self.task, self._first("eval_batches", self.task.eval_batches), self.device)
         task = self.task
         with evaluating(model):
@@ -301,9 +349,9 @@ class _Check:
             loss, metric = self.run("the evaluation", lambda: loss_and_metric(model, task, batch))
         for name, value in (("loss", loss), (task.metric_name, metric)):
             if not math.isfinite(value):
-                raise self.error(
-                    f"{name} is {value} on the first held-out batch, in FP32: it is undefined on this held-out slice"
-                )
+                found = non_finite_in(batch)
+                why = f"the batch holds {found}" if found else "it is undefined on this held-out slice"
+                raise self.error(f"{name} is {value} on the first held-out batch, in FP32: {why}")
 
     def target(self, model: nn.Module) -> None:
         """Make one batch of the target shape and compute its loss, on shapes alone where that works.
@@ -363,8 +411,3 @@ def _same_weights(model: nn.Module, other: Any, error: Callable[[str], TaskError
         return True
     pairs = list(zip(model.parameters(), other.parameters(), strict=False))
     return all(is_lazy(a) or (a.shape == b.shape and torch.equal(a.cpu(), b.cpu())) for a, b in pairs)
-
-
-def _equal(batch: Batch, other: Batch) -> bool:
-    pairs = list(zip(tensors_of(batch), tensors_of(other), strict=False))
-    return all(a.shape == b.shape and torch.equal(a.cpu(), b.cpu()) for a, b in pairs)

@@ -37,7 +37,9 @@ def watch_end(model: nn.Module, task: Task, batch: Batch) -> EndRanges:
         tensor = first_tensor(output)
         if tensor is None or not tensor.is_floating_point():
             return
-        largest = max(largest, (ExponentHistogram.of(tensor).maximum, name))
+        maximum = ExponentHistogram.of(tensor).maximum
+        if maximum > largest[0]:  # where a value came up, not where it was handed on
+            largest = (maximum, name)
         if tensor.requires_grad:
             tensor.register_hook(note_gradient)  # type: ignore[no-untyped-call]
 

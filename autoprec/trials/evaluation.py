@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoprec.errors import TaskError
-from autoprec.tasks.batches import count_samples, open_batches
+from autoprec.tasks.batches import count_samples, non_finite_in, open_batches
 from autoprec.tasks.protocol import Batch, Task
 from autoprec.trials.building import prepare_batch
 
@@ -39,18 +40,21 @@ def estimate_batchnorm(model: nn.Module, task: Task, batches: Iterable[Batch]) -
     if first is None:
         return 0
     momenta = [layer.momentum for layer in layers]
-    training = model.training
-    model.eval()
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:  # the loss may exist in training mode alone (detectors); what drops at random is off
+        module.training = bool(module._modules) or isinstance(module, _BatchNorm)
     for layer in layers:
         layer.reset_running_stats()
         layer.momentum = None
-        layer.train()
-    with torch.no_grad():
-        for batch in itertools.chain([first], batches):
-            task.loss(model, batch)
-    for layer, momentum in zip(layers, momenta, strict=True):
-        layer.momentum = momentum
-    model.train(training)
+    try:
+        with torch.no_grad():
+            for batch in itertools.chain([first], batches):
+                task.loss(model, batch)
+    finally:
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+        for module, mode in modes:
+            module.training = mode
     return len(layers)
 
 
@@ -61,11 +65,14 @@ def evaluate(model: nn.Module, task: Task, *, device: torch.device) -> Evaluatio
         TaskError: there are no held-out batches, or the metric is not a number.
     """
     count = task.num_samples or count_samples
-    losses, metrics, num_samples = 0.0, 0.0, 0
+    losses, metrics, num_samples, num_batches = 0.0, 0.0, 0, 0
     with evaluating(model):
         for batch in open_batches(task.eval_batches, name="eval_batches"):
             size = count(batch)
             loss, metric = loss_and_metric(model, task, prepare_batch(task, batch, device))
+            num_batches += 1
+            if not math.isfinite(loss) and (found := non_finite_in(batch)):
+                raise TaskError(f"task {task.name!r}: held-out batch {num_batches} holds {found}; its loss is {loss}")
             losses, metrics, num_samples = losses + loss * size, metrics + metric * size, num_samples + size
     if num_samples == 0:
         raise TaskError(f"task {task.name!r}: there are 0 held-out batches to evaluate on")

@@ -28,11 +28,13 @@ MAX_TRACEBACK = 6_000
 _OUT_OF_MEMORY = re.compile(
     r"out[ _]of[ _](?:\w+[ _])?memory|not enough memory|can(?:'|no)t allocate memory"
     r"|alloc(?:ation)?_failed|failed to allocate|hiperroroutofmemory|cudaerrormemoryallocation"
-    r"|insufficient (?:shared )?memory|bad[_ ]alloc|unable to (?:mmap|allocate)|resource_exhausted|invalid buffer size",
+    r"|insufficient (?:shared )?memory|bad[_ ]alloc|unable to (?:mmap|allocate)|resource_exhausted|invalid buffer size"
+    r"|unable to find a valid cudnn algorithm|unable to find an engine to execute this computation"
+    r"|could(?: not|n't) find (?:a )?valid cudnn (?:algorithm|engine)",
     re.IGNORECASE,
 )
 """Spellings seen in torch's CUDA, ROCm, MPS, XPU and CPU allocators, its data loaders, and in cuBLAS, cuDNN and the C++
-runtime."""
+runtime. cuDNN says that no algorithm was found where none got its workspace."""
 
 _STICKY = re.compile(
     r"CUDA error|CUDA driver error|HIP error|device-side assert|illegal memory access|misaligned address"

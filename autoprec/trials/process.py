@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import gc
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -36,6 +37,7 @@ def serve(parent: connection.Connection, stderr: int, first: dict[str, Any]) -> 
     faulthandler.enable(file=2, all_threads=False)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
     sys.path[:] = first["path"]
+    multiprocessing.set_start_method(None, force=True)  # this process's own, forkserver, is not what the task expects
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         task = _build(parent, first)
         if task is None:

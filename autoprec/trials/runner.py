@@ -27,7 +27,7 @@ from autoprec.emulation import emulate
 from autoprec.errors import TaskError
 from autoprec.policy import Kind, Number, Policy
 from autoprec.probes.headroom import LargestHalf, watch_headroom
-from autoprec.tasks.batches import BatchStream
+from autoprec.tasks.batches import BatchStream, non_finite_in
 from autoprec.tasks.protocol import Batch, Task
 from autoprec.training import TrainingStep
 from autoprec.trials.building import (
@@ -204,7 +204,7 @@ class _Trial:
 
     def _step(self, model: nn.Module, running: nn.Module, step: TrainingStep, batches: list[Batch]) -> None:
         started = time.perf_counter()
-        losses = []
+        losses: list[float] = []
         result = None
         for place, compute_loss in self.task.trained_losses:
             for batch in batches:
@@ -212,6 +212,7 @@ class _Trial:
                 run = functools.partial(compute_loss, model, batch)
                 with watch_headroom(model, self.largest_half) if self.watches else contextlib.nullcontext():
                     loss = compute_loss(running, batch)
+                self._check_batch(loss, batch, number=len(losses) % len(batches))
                 losses.append(self._check_loss(loss, run, model, randomness))
                 result = step(loss, optimizer=place)
         assert result is not None
@@ -221,6 +222,16 @@ class _Trial:
         self.num_taken, self.num_skipped = step.num_steps_taken, step.num_steps_skipped
         if result.scale is not None:
             self.scales.append(result.scale)
+
+    def _check_batch(self, loss: Any, batch: Batch, *, number: int) -> None:
+        """Name a batch that holds NaN or inf, where FP32 cannot train on it either."""
+        if self.policy.low_precisions or not isinstance(loss, torch.Tensor) or bool(loss.detach().isfinite().all()):
+            return
+        found = non_finite_in(batch)
+        if found:
+            assert self.step_number is not None
+            place = (self.step_number - 1) * self.task.accumulation_steps + number + 1
+            raise TaskError(f"task {self.task.name!r}: training batch {place} holds {found}; its loss is not finite")
 
     def _check_loss(self, loss: Any, run: Callable[[], Any], model: nn.Module, randomness: RandomState) -> float:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

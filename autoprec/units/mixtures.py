@@ -67,7 +67,8 @@ def _mixture(
         lost = {precision for unit in group for precision in refused.get(unit, ())}
         choices = [precision for precision in MIXED if precision not in lost]
         drawn |= dict.fromkeys(group, random.Random(f"{number} {name}").choice(choices or ["fp32"]))
-    return Policy(default="fp32" if "" in code else "autocast", dtype="fp16", modules=modules | drawn)
+    default: Precision = drawn.pop("", "fp32" if "" in code else "autocast")  # the whole model may be one unit
+    return Policy(default=default, dtype="fp16", modules=modules | drawn)
 
 
 def _learn(
@@ -76,7 +77,7 @@ def _learn(
     """Note in `refused` what a failure in the module `place` says; False where it says nothing."""
     unit = next((name for name in refused if lies_in(place, name)), None)
     if unit is not None:
-        precision = policy.modules[unit]
+        precision = policy.modules[unit] if unit else policy.default
         if precision == "fp32":
             return False
         for peer in _peers(unit, structure, refused):

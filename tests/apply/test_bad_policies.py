@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autoprec import Policy, apply_policy
-from autoprec.apply import describe_model, read_structure
+from autoprec.apply import applied_policy, check_fit, describe_model, read_structure
 from autoprec.errors import ApplyError, PolicyError
 
 
@@ -173,3 +173,51 @@ def test_reading_a_bad_policy_runs_imports_and_opens_nothing_else() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
+
+
+class Wrapped(nn.Module):
+    """A LightningModule's shape: the network is an attribute."""
+
+    def __init__(self, network: nn.Module, *, name: str = "model") -> None:
+        super().__init__()
+        self.add_module(name, network)
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.get_submodule(self.name)(x)
+        return output
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)), nn.ReLU())
+
+
+def found_on_the_network() -> Policy:
+    described = describe_model(read_structure(small()), "small")
+    return Policy(default="autocast", dtype="bf16", modules={"0": "fp32", "*9": "bf16"}, model=described)
+
+
+def test_a_policy_found_on_the_network_inside_applies_where_the_prefix_is_the_only_difference() -> None:
+    model = Wrapped(small())
+    apply_policy(model, found_on_the_network())
+    plain = apply_policy(small(), found_on_the_network())
+    plain.load_state_dict(model.get_submodule("model").state_dict())
+    x = torch.randn(3, 4)
+    assert torch.equal(model(x), plain(x))
+    assert applied_policy(model) == found_on_the_network()
+    fit = check_fit(Wrapped(small()), found_on_the_network())
+    assert fit.fits
+    assert fit.unknown == ()
+    assert fit.counts == {"fp32": 1, "bf16": 1, "autocast": 8}
+
+
+def test_a_policy_found_on_a_network_inside_that_differs_says_so_and_what_to_do() -> None:
+    other = nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)))
+    message = r"match no module .*1 of 2 missing names are below 'model': .* module='model'"
+    with pytest.raises(ApplyError, match=message):
+        apply_policy(Wrapped(other), found_on_the_network())
+    policy = found_on_the_network().replace(modules={})
+    with pytest.raises(
+        ApplyError, match=r"another model .*9 of 11 missing names are below 'model': the policy was found"
+    ):
+        apply_policy(Wrapped(other), policy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch.nn.functional as F
 from apply_models import Calls
 from torch import nn
 
-from autoprec import Policy, apply_policy, remove_policy
+from autoprec import Policy, apply_policy, emulate, remove_policy
+from autoprec.apply.plan import resolve_plan
+from autoprec.apply.structure import read_structure
+from autoprec.policy import Precision
 from autoprec.probes.dtypes import watch_dtypes
 
-HALF, BFLOAT, FULL = torch.float16, torch.bfloat16, torch.float32
 HALF, BFLOAT, FULL = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -232,3 +235,60 @@ def test_c13_an_ignored_in_place_result_reaches_the_caller() -> None:
     assert output.tolist() == [0.0, 4.0]
     output.sum().backward()
     assert x.grad.tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("precision", ["autocast", "fp16", "bf16"])
+def test_a_scripted_part_with_one_child_follows_its_parent(precision: Precision) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.only = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.only(x)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch.jit.script is deprecated, and people have it
+                self.scripted = torch.jit.script(Inner())
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.scripted(x))
+
+    torch.manual_seed(0)
+    model, x = Outer(), torch.randn(3, 4)
+    expected = model(x)
+    apply_policy(model, Policy(default="fp32", dtype="bf16", modules={"head": precision}))
+    assert torch.allclose(model(x), expected, atol=5e-2)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_loss_module_with_parts_computes_in_fp32_as_a_whole(precision: Precision) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(8, 8)
+            self.head = nn.AdaptiveLogSoftmaxWithLoss(8, 20, cutoffs=[4, 10], div_value=2.0)
+
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x), target).loss
+
+    torch.manual_seed(0)
+    model, x, target = Words(), torch.randn(16, 8), torch.arange(16)
+    expected = model(x, target)
+    apply_policy(model, Policy(default=precision))
+    with watch_dtypes(model) as log, emulate():
+        found = model(x, target)
+    assert log["head.head"].inputs == log["head.tail.0.0"].inputs == {torch.float32}
+    assert torch.allclose(found, expected, atol=2e-2)
+
+
+def test_a_part_of_a_loss_module_that_a_rule_names_follows_it() -> None:
+    loss = nn.AdaptiveLogSoftmaxWithLoss(8, 20, cutoffs=[4, 10], div_value=2.0)
+    structure = read_structure(nn.ModuleDict({"head": loss}))
+    plan = resolve_plan(structure, Policy(default="fp16", modules={"head.tail.0": "bf16"}))
+    assert plan.precision("head.tail.0.1") == "bf16"
+    assert plan.precision("head.tail.1.1") == plan.precision("head.head") == "fp32"

@@ -228,3 +228,31 @@ def test_an_optimizer_that_a_framework_built_gets_the_policys_settings_whatever_
 def test_a_built_optimizer_without_a_setting_is_told_once() -> None:
     with pytest.warns(PrecisionWarning, match=r"SGD has no eps or amsgrad: the policy's eps=1e-06, amsgrad=True is"):
         configure_optimizer(POLICY, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+
+
+def adafactor_policy() -> Policy:
+    return Policy(default="autocast", optimizer={"eps": 1e-6, "amsgrad": None})
+
+
+def test_an_eps_that_is_no_float_keeps_the_class_s_own_with_a_warning() -> None:
+    parameters = [nn.Parameter(torch.ones(2, 2))]
+    with pytest.warns(PrecisionWarning, match=r"eps of Adafactor is \(None, 0.001\) by default and of another kind"):
+        built = build_optimizer(adafactor_policy(), torch.optim.Adafactor, parameters, lr=0.1)
+    assert built.param_groups[0]["eps"] == (None, 0.001)
+    parameters[0].grad = torch.ones(2, 2)
+    built.step()
+    with pytest.warns(PrecisionWarning, match="eps of Adafactor is"):
+        configure_optimizer(adafactor_policy(), built)
+    assert built.param_groups[0]["eps"] == (None, 0.001)
+    built.step()
+    assert bool((parameters[0] < 1).all())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [(torch.optim.AdamW, 1e-6), (torch.optim.RMSprop, 1e-6), (torch.optim.Adagrad, 1e-6)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_eps_that_is_a_float_is_the_policy_s(optimizer: Any, expected: float) -> None:
+    built = build_optimizer(adafactor_policy(), optimizer, [nn.Parameter(torch.ones(2))], lr=0.1)
+    assert built.param_groups[0]["eps"] == expected

@@ -379,3 +379,34 @@ def test_the_seconds_of_a_phase_add_up_over_the_runs() -> None:
         progress.verification_finished("fp32", seed, Outcome(kind="crashed", phase_seconds={"training": 2.0}))
     shares = progress.shares(10.0)
     assert (shares["training"], shares["rest"]) == pytest.approx((0.3, 0.7))
+
+
+SCRIPT = """
+import sys
+
+import torch
+from torch import nn
+
+assert sys.argv[1:] == ["--epochs", "1"], sys.argv
+if __name__ == "__main__":
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model(torch.ones(4, 4)).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_doctor_runs_a_script_as_it_is_with_its_own_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    arguments = ["doctor", "--num-steps", "3", "--format", "json", str(path), "--", "--epochs", "1"]
+    monkeypatch.setattr(sys, "argv", ["autoprec", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code in (0, None, 1)
+    assert json.loads(capsys.readouterr().out)["facts"]["steps"].startswith("3 tried")
+    assert sys.argv == ["autoprec", *arguments]

@@ -71,3 +71,45 @@ def test_bf16_on_a_gpu_without_it_is_refused(
     Policy(default="bf16").save(tmp_path / "policy.json")
     assert run(monkeypatch, "--policy", str(tmp_path / "policy.json"), "--gpu", "t4") == 2
     assert "no units" in capsys.readouterr().err
+
+
+MIXED_TASK = """
+import autoprec, torch
+from torch import nn
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(4, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        rows = self.table(torch.zeros(len(x), dtype=torch.long)).clone()
+        rows[torch.ones(len(x), dtype=torch.bool)] = self.layer(x)
+        return rows
+
+
+def task():
+    batches = [torch.randn(8, 8) for _ in range(4)]
+    loss = lambda model, batch: model(batch).square().mean()
+    return autoprec.Task(name="mixed", model=Mixed, train_batches=batches, eval_batches=batches, loss=loss)
+"""
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_where_autocast_refuses_an_operator_fp32_is_estimated_and_autocast_says_what_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, format: str
+) -> None:
+    path = tmp_path / "mixed.py"
+    path.write_text(MIXED_TASK)
+    monkeypatch.setattr(sys, "argv", ["autoprec", "estimate", "--task", f"{path}:task", "--format", format])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    text = capsys.readouterr().out
+    if format == "json":
+        arms = json.loads(text)["arms"]
+        assert arms["fp32"]["peak_memory_bytes"]["value"] > 0
+        assert "Index put requires the source and destination dtypes match" in arms["autocast fp16"]["refused"]
+    else:
+        assert "autocast fp16: not estimated, since it cannot run: RuntimeError: Index put requires" in text

@@ -37,7 +37,8 @@ ERRORS = {
                "policy.json --to deepspeed --zero-stage 4", "policy.json --to fsdp2 --model mpl",
                "policy.json --to lightning -o nowhere/x.yaml"],
     "estimate": ["--model resnet5", "--gpu v10 --model mlp", "--memory-budget 12 --model mlp", "--batch-size 0"],
-    "doctor": ["--task nowhere.py:train", "--task task", "--num-steps 1", "--task mine.py:nothing --model mlp"],
+    "doctor": ["--task nowhere.py:train", "--task task", "--num-steps 1", "--task mine.py:nothing --model mlp",
+               "nowhere.py -- --epochs 1"],
     "spaces": ["cn"],
     "init": ["visoin"],
 }  # fmt: skip

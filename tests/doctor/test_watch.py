@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -250,3 +251,35 @@ def test_positions_that_a_cast_rounds_are_found(last: int, dtype: str, found: bo
     with emulate():
         findings = [each for each in diagnose(examine(train, num_steps=2)) if each.name == "rounded positions"]
     assert [(each.unit, each.seen.split(",")[1].strip()) for each in findings] == ([("layer", "297")] if found else [])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA its own autocast is used")
+@pytest.mark.parametrize("older", [False, True], ids=["torch.amp", "torch.cuda.amp"])
+def test_a_loop_that_names_cuda_is_watched_in_half_where_there_is_none(older: bool) -> None:
+    dtypes: list[torch.dtype] = []
+    enabled: list[bool] = []
+
+    def train() -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the older spelling is deprecated
+            scaler = torch.cuda.amp.GradScaler() if older else torch.amp.GradScaler("cuda", init_scale=1024.0)
+            contexts = [torch.cuda.amp.autocast() if older else torch.autocast("cuda") for _ in range(9)]
+        enabled.append(scaler.is_enabled())
+        for context in contexts:
+            with context:
+                output = model(torch.randn(4, 8))
+                dtypes.append(output.dtype)
+                loss = output.float().square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    seen = examine(train, num_steps=4)
+    assert seen.error == ""
+    assert enabled == [True]
+    assert set(dtypes) == {torch.float16}
+    assert seen.num_steps == 4
+    assert torch.amp.GradScaler("cpu").is_enabled()

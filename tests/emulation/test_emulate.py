@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -391,3 +393,23 @@ def test_a_forward_that_overflows_half_gives_inf_and_not_in_fp32() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             assert wide(x).item() == 122880.0
         assert wide(x).item() == 122880.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nested_tensors_go_through_untouched(dtype: torch.dtype) -> None:
+    code = f"""
+import torch, autoprec
+from torch import nn
+torch.manual_seed(0)
+layer = nn.Linear(4, 2).to(torch.{str(dtype).removeprefix("torch.")})
+parts = [torch.randn(3, 4, dtype=layer.weight.dtype), torch.randn(5, 4, dtype=layer.weight.dtype)]
+nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+expected = layer(torch.cat(parts))
+with autoprec.emulate():
+    found = layer(nested).values()
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert layer(nested).dtype == torch.float16
+print(bool(torch.allclose(found, expected, atol=1e-2)))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout.strip() == "True", ended.stderr[-400:]

@@ -1,4 +1,4 @@
-"""The ten trainings of examples/trainings: each is searched, and its policy trains afterwards."""
+"""The trainings of examples/trainings: each is searched, and its policy trains afterwards."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "mlp": {"width": 8, "batch_size": 64},
     "gan": {"width": 4, "batch_size": 64},
     "two_losses": {"width": 8, "batch_size": 64},
+    "gnn": {"width": 8, "num_nodes": 32, "num_graphs": 4},
+    "state_space": {"width": 4, "num_states": 2, "length": 6, "batch_size": 8},
 }
 
 
@@ -125,6 +127,8 @@ FULL: dict[str, tuple[dict[str, Any], int, float, float]] = {
     "mlp": ({"width": 32}, 200, 0.93, 0.03),
     "gan": ({"width": 8}, 200, -0.6, 0.1),
     "two_losses": ({"width": 32}, 300, 0.9, 0.03),
+    "gnn": ({}, 60, 0.9, 0.03),
+    "state_space": ({}, 150, -0.05, 0.05),
 }
 """Sizes; steps; what FP32 reaches at least (a metric to minimize is negated); how far the policy may stay behind it.
 

@@ -14,7 +14,7 @@ from autoprec.cli import main
 from autoprec.errors import UsageError
 from autoprec.integrations.deepspeed_config import KEEPS_POLICY, deepspeed_config
 from autoprec.integrations.launch_files import accelerate_config, lightning_config
-from autoprec.policy import GradScalerSettings, ModelInfo, ModuleInfo, OptimizerSettings, TrainingOptions
+from autoprec.policy import GradScalerSettings, ModelInfo, ModuleInfo, OptimizerSettings, Provenance, TrainingOptions
 
 MODEL = ModelInfo(
     name="mine",
@@ -190,3 +190,11 @@ def test_what_the_lightning_file_names_builds_a_trainer_under_the_policy(
     )
     assert trainer.precision_plugin.policy == policy
     assert trainer.accumulate_grad_batches == 2
+
+
+def test_deepspeed_gets_the_batch_that_the_policy_was_found_for() -> None:
+    found = Provenance(settings={"target_batch_size": 24})
+    policy = Policy(default="bf16", provenance=found)
+    assert sections(policy)["train_micro_batch_size_per_gpu"] == 24
+    assert sections(policy, micro_batch_size=3)["train_micro_batch_size_per_gpu"] == 3
+    assert sections(Policy(default="bf16"))["train_micro_batch_size_per_gpu"] == 1

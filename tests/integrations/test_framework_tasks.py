@@ -260,3 +260,14 @@ def test_a_metric_that_is_not_logged_is_told_with_the_nearest() -> None:
 def test_a_name_says_what_its_function_returns(name: str, kind: str, inner: str) -> None:
     source: Any = source_named(name)
     assert (source.kind, source.arguments["name"]) == (kind, inner)
+
+
+def test_the_arguments_of_a_step_may_have_any_names() -> None:
+    task = resolve_task(f"lightning:{FILE}:free_names")
+    model = build_model(task, CPU)
+    batch = next(iter(task.train_batches()))
+    assert task.loss(model, batch).item() == model.training_step(batch, 0).item()
+    with torch.no_grad():
+        loss, metric = task.evaluate(model.eval(), next(iter(task.eval_batches())))
+    assert math.isfinite(float(loss))
+    assert 0 <= float(metric) <= 1

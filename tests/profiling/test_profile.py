@@ -17,7 +17,7 @@ from autoprec.policy import GradScalerSettings
 from autoprec.probes.ranges import ExponentHistogram, watch_ranges
 from autoprec.profiling.profile import PrecisionCost, Profile, UnitProfile
 from autoprec.profiling.run import profile_as_json, take_profile
-from autoprec.profiling.scaler_choice import choose_scaler, judge_scaler, scale_window, whole_maxima
+from autoprec.profiling.scaler_choice import ScaleWindow, choose_scaler, judge_scaler, scale_window, whole_maxima
 from autoprec.search.decision import Decision
 from autoprec.search.parameters import build_parameters
 from autoprec.search.profile_prior import learn_from_profile, unit_figures
@@ -177,6 +177,23 @@ def test_a_default_that_overflows_gives_way_to_the_choice_nearest_to_the_window(
     profile = with_gradients(6, [60.0])  # 64 * 2**9 = 32768: one doubling below 65504 is 2**8
     assert scale_window(profile.gradients).high == 2.0**8
     assert choose_scaler(profile, {"init_scale": choices}).init_scale == expected
+
+
+def test_of_two_scales_as_far_from_the_window_the_one_that_does_not_overflow_is_chosen() -> None:
+    window = ScaleWindow(2.0**17, 2.0**17, 3.0)
+    assert min([2.0**18, 2.0**16], key=window.distance) == 2.0**16
+    assert min([2.0**19, 2.0**18], key=window.distance) == 2.0**18
+
+
+@pytest.mark.parametrize("family", ["default", "cnn", "transformer"])
+@pytest.mark.parametrize("octave", range(2, 18))
+def test_the_spaces_offer_every_power_of_two_so_that_one_inside_the_window_is_chosen(family: str, octave: int) -> None:
+    scaler = load_space(family).grad_scaler
+    assert scaler is not None
+    assert scaler.init_scale is not None
+    choices = [float(choice) for choice in scaler.init_scale.choices or []]
+    window = ScaleWindow(2.0**octave, 2.0**octave, 0.0)
+    assert window.holds(min(choices, key=window.distance))
 
 
 def test_torchs_defaults_stay_where_they_are_in_the_window_and_nothing_is_clearly_better() -> None:

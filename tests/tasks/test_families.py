@@ -14,7 +14,7 @@ from PIL import Image
 
 from autoprec.errors import TaskError, UsageError
 from autoprec.tasks import Task
-from autoprec.tasks.language import UNMASKED, masked_batches
+from autoprec.tasks.language import UNMASKED, masked_batches, next_token_batches
 from autoprec.tasks.masks import IGNORED, load_masks, mask_batches
 from autoprec.tasks.named import named_task
 from autoprec.tasks.segmentation import AUXILIARY_WEIGHT, _loss, _overlap_of
@@ -85,9 +85,23 @@ class TestSegmentation:
         images, masks = next(iter(train()))
         brightness, classes = images[:, 0, 0, 0], masks[:, 0, 0]
         assert torch.equal(brightness.argsort(), classes.argsort())
+        Image.fromarray(np.full((8, 6), 3, np.uint8)).save(tmp_path / "masks" / "3.png")
+        message = "mask '3.png' has 6 x 8 pixels and its image '3.png' 8 x 6; one size is needed"
+        with pytest.raises(TaskError, match=message):
+            load_masks(f"masks:{tmp_path}")
         (tmp_path / "masks" / "3.png").unlink()
         with pytest.raises(TaskError, match="1 images have no mask of their name: 3"):
             load_masks(f"masks:{tmp_path}")
+
+
+def test_batches_are_gone_through_without_a_call_and_are_contiguous() -> None:
+    documents = [torch.arange(1000, dtype=torch.int32) % 200]
+    train, held_out = next_token_batches(documents, data="numbers", length=20, batch_size=8)
+    assert len(list(held_out)) == len(list(held_out())) == len(held_out)
+    inputs, targets = next(iter(train))
+    assert torch.equal(targets.view(-1), torch.cat(list(targets)))  # a view needs them in one piece
+    assert torch.equal(inputs.view(-1), torch.cat(list(inputs)))
+    assert torch.equal(targets[:, :-1], inputs[:, 1:])
 
 
 def test_masked_tokens_are_the_targets_and_the_same_in_each_epoch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from autoprec.errors import StudyError, TaskError
 from autoprec.policy import Policy
+from autoprec.profiling.run import take_profile
 from autoprec.tasks import TargetShape, Task
 from autoprec.trials import TrialSettings, run_trial
-from autoprec.trials.checking import check_task
+from autoprec.trials.checking import RAISES_IN_AUTOCAST, check_task
 
 SETTINGS = TrialSettings(warmup_steps=1, measured_steps=3, batchnorm_batches=1)
 
@@ -312,3 +314,100 @@ def test_a_lifted_model_has_fp32_masters_in_every_trial() -> None:
     task = small_task(model=half_built, lift_half_parameters=True, loss=loss)
     assert run_trial(task, Policy(default="fp16"), SETTINGS).is_ok
     assert set(dtypes) == {torch.float32}
+
+
+def adapted() -> nn.Module:
+    """Adapters on a frozen half base: autocast alone brings the two together."""
+    base = nn.Linear(4, 4).half().requires_grad_(False)
+    return nn.Sequential(base, nn.Linear(4, 2))
+
+
+def test_frozen_half_weights_that_fp32_cannot_compute_with_are_named_with_what_to_do() -> None:
+    with pytest.raises(TaskError) as raised:
+        check(small_task(model=adapted))
+    text = str(raised.value)
+    assert "frozen weights are half (0.weight (float16), 0.bias (float16))" in text
+    assert "build the model with them in FP32" in text
+
+
+def test_a_loss_that_evaluation_mode_cannot_compute_is_found_before_the_first_trial() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
+            self.num_calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.is_grad_enabled() and self.training:
+                raise ValueError("no training without gradients")
+            return self.head(self.norm(x))
+
+    with pytest.raises(TaskError, match="statistics estimated anew, raised ValueError: no training without"):
+        check(small_task(model=Normed))
+
+
+@pytest.mark.parametrize("kind", ["coo", "csr", "jagged"])
+def test_batches_of_sparse_and_nested_tensors_are_batches_like_others(kind: str) -> None:
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        dense = torch.eye(8, 4)
+        if kind == "jagged":
+            parts = [torch.ones(3, 4), torch.ones(5, 4)]
+            return torch.nested.nested_tensor(parts, layout=torch.jagged), torch.zeros(8, dtype=torch.long)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the layout is in beta
+            return dense.to_sparse() if kind == "coo" else dense.to_sparse_csr(), torch.zeros(8, dtype=torch.long)
+
+    def loss(model: nn.Module, made: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        inputs, labels = made
+        output = model(inputs).values() if kind == "jagged" else inputs @ model(torch.eye(4))
+        return nn.functional.cross_entropy(output, labels)
+
+    task = small_task(
+        model=lambda: nn.Linear(4, 2), train_batches=[batch(), batch()], eval_batches=[batch()], loss=loss, metric=None
+    )
+    assert check(task) == []
+    for policy in (Policy(default="fp32"), Policy(default="autocast", dtype="fp16")):
+        outcome = run_trial(task, policy, SETTINGS)
+        assert outcome.is_ok, outcome.message
+
+
+def test_sparse_gradients_are_trained_clipped_and_profiled() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 2)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.table(ids))
+
+    made = [(torch.arange(8) + place, torch.arange(8) % 2) for place in range(4)]
+    task = small_task(model=Words, train_batches=made, eval_batches=made, optimizer=torch.optim.SGD, max_grad_norm=1.0)
+    assert check(task) == []
+    assert run_trial(task, Policy(default="autocast", dtype="fp16"), SETTINGS).is_ok
+    profile = take_profile(task, ["table", "head"], SETTINGS, study_name="sparse")
+    assert profile.units["table"].parameter_gradients.num_values > 0
+    assert min(profile.gradient_maxima) > 0
+
+
+def test_a_training_batch_with_nan_is_named_and_no_module() -> None:
+    made = [(torch.randn(8, 4), torch.arange(8) % 2) for _ in range(4)]
+    made[2][0][3, 1] = torch.nan
+    task = small_task(model=lambda: nn.Linear(4, 2), train_batches=made, eval_batches=made[:1], metric=None)
+    outcome = run_trial(task, Policy(default="fp32"), SETTINGS)
+    assert outcome.kind == "user_error"
+    assert "training batch 3 holds 1 NaN in its tensor 1 (8x4 float32)" in outcome.message
+    with pytest.raises(TaskError, match="training batch 3 holds 1 NaN in its tensor 1"):
+        take_profile(task, [""], SETTINGS, study_name="nan")
+    with pytest.raises(TaskError, match="is nan on the first batch, in FP32: the batch holds 1 NaN"):
+        check(small_task(model=lambda: nn.Linear(4, 2), train_batches=made[2:], eval_batches=made[:1], metric=None))
+
+
+def test_a_loss_that_plain_autocast_refuses_is_noted_and_trains_under_a_policy() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.binary_cross_entropy(model(batch[0]).sigmoid()[:, 0], batch[1].float())
+
+    notes = check(small_task(loss=loss))
+    assert len(notes) == 1
+    assert notes[0].startswith(f"{RAISES_IN_AUTOCAST}: RuntimeError: binary_cross_entropy is banned")
+    outcome = run_trial(small_task(loss=loss), Policy(default="autocast", dtype="fp16"), SETTINGS)
+    assert outcome.is_ok, outcome.message

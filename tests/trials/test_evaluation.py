@@ -9,6 +9,7 @@ import torch
 from small_tasks import batches, cross_entropy, network, share_correct, small_task
 from torch import nn
 
+from autoprec.errors import TaskError
 from autoprec.policy import Policy
 from autoprec.trials import TrialSettings, run_trial
 from autoprec.trials.evaluation import estimate_batchnorm, evaluate
@@ -101,3 +102,46 @@ def test_evaluation_is_in_fp32_unless_asked_for_under_the_policy(under_policy: b
     settings = TrialSettings(warmup_steps=0, measured_steps=2, evaluate_under_policy=under_policy)
     assert run_trial(task, Policy(default="autocast", dtype="fp16"), settings).is_ok
     assert seen == {dtype}
+
+
+class Detector(nn.Module):
+    """Losses in training mode, predictions in evaluation mode, as torchvision's detectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.9), nn.Linear(8, 2))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        scores = self.body(x)
+        return {"loss": nn.functional.cross_entropy(scores, labels)} if self.training else scores
+
+
+def test_a_model_with_losses_in_training_mode_alone_gets_its_statistics() -> None:
+    torch.manual_seed(0)
+    model = Detector().train()
+    model.body[3].eval()
+    inputs = torch.randn(16, 4)
+    task = small_task(loss=lambda model, batch: model(*batch)["loss"])
+    assert estimate_batchnorm(model, task, [(inputs, torch.zeros(16, dtype=torch.long))]) == 1
+    norm = model.body[1]
+    assert torch.allclose(norm.running_mean, model.body[0](inputs).mean(0), atol=1e-6)
+    assert torch.allclose(norm.running_var, model.body[0](inputs).var(0), atol=1e-6)
+    assert [module.training for module in (model, model.body[2], norm)] == [True] * 3
+    assert not model.body[3].training
+    assert norm.momentum == 0.1
+
+
+def test_dropout_is_off_while_statistics_are_estimated() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    inputs = torch.randn(16, 4)
+    estimate_batchnorm(model, small_task(), [(inputs, torch.zeros(16, dtype=torch.long))])
+    assert torch.allclose(model[1].running_mean, inputs.mean(0), atol=1e-6)
+
+
+def test_a_held_out_batch_with_a_number_that_is_none_is_named() -> None:
+    parts = [(torch.randn(8, 4), torch.zeros(8, dtype=torch.long)) for _ in range(3)]
+    parts[2][0][1, 1] = torch.inf
+    message = r"held-out batch 3 holds 1 inf in its tensor 1 \(8x4 float32\)"
+    with pytest.raises(TaskError, match=message):
+        evaluate(nn.Linear(4, 2), small_task(eval_batches=parts), device=CPU)

@@ -35,6 +35,8 @@ class UntoldError(Exception):
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
         MemoryError(),
         RuntimeError("CUDA error: out of memory"),
+        RuntimeError("Unable to find a valid cuDNN algorithm to run convolution"),
+        RuntimeError("GET was unable to find an engine to execute this computation"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
         RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),

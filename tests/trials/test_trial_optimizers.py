@@ -13,6 +13,8 @@ from torch import nn
 from autoprec.errors import TaskError
 from autoprec.policy import Policy
 from autoprec.trials import TrialSettings, run_trial
+from autoprec.trials.building import build_task_optimizers
+from autoprec.trials.checking import check_task
 
 FP32 = Policy(default="fp32")
 AUTOCAST = Policy(default="autocast", dtype="fp16")
@@ -119,3 +121,54 @@ class WideAdversaries(Adversaries):
         self.maker = nn.Sequential(
             nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4)
         )
+
+
+def by_decay(model: nn.Module) -> torch.optim.Optimizer:
+    """Weight-decay groups by name, as minGPT and nanoGPT build them."""
+    decayed = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    rest = [p for name, p in model.named_parameters() if not name.endswith("weight")]
+    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
+
+
+def annotated(it: nn.Sequential, lr: float = 1e-2) -> torch.optim.Optimizer:
+    """A rate for each layer, as timm's layer decay has it."""
+    groups = [{"params": list(part.parameters()), "lr": lr * 0.5**depth} for depth, part in enumerate(it)]
+    return torch.optim.SGD([group for group in groups if group["params"]], lr=lr)
+
+
+def of_parameters(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    assert isinstance(parameters, list)
+    return torch.optim.SGD(parameters, lr=1e-2)
+
+
+class TestOptimizersFromTheModel:
+    @pytest.mark.parametrize(
+        "build", [by_decay, annotated, lambda model: by_decay(model)], ids=["name", "type", "lambda"]
+    )
+    def test_a_function_that_names_the_model_gets_it(self, build: Any) -> None:
+        assert check_task(small_task(optimizer=build), SHORT, num_steps=4) == []
+        groups = build_task_optimizers(small_task(optimizer=build), FP32, network())[0].param_groups
+        assert len(groups) > 1
+        outcome = run_trial(small_task(optimizer=build), AUTOCAST, SHORT)
+        assert outcome.is_ok, outcome.message
+
+    def test_the_weights_of_a_group_decay_and_the_others_do_not(self) -> None:
+        model = network()
+        weights, rest = build_task_optimizers(small_task(optimizer=by_decay), FP32, model)[0].param_groups
+        names = {id(p): name for name, p in model.named_parameters()}
+        assert {names[id(p)].rpartition(".")[2] for p in weights["params"]} == {"weight"}
+        assert {names[id(p)].rpartition(".")[2] for p in rest["params"]} == {"bias"}
+
+    @pytest.mark.parametrize("build", [of_parameters, lambda parameters: of_parameters(parameters), torch.optim.SGD])
+    def test_a_function_from_parameters_and_a_class_get_parameters(self, build: Any) -> None:
+        assert run_trial(small_task(optimizer=build, optimizer_settings={"lr": 1e-2}), FP32, SHORT).is_ok
+
+    def test_with_losses_of_their_own_each_gets_its_submodule(self) -> None:
+        seen: list[type] = []
+
+        def build(model: nn.Module) -> torch.optim.Optimizer:
+            seen.append(type(model))
+            return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        build_task_optimizers(gan_task(optimizer=build, optimizer_settings={}), FP32, Adversaries())
+        assert seen == [type(Adversaries().critic), type(Adversaries().maker)]

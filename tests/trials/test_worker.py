@@ -347,3 +347,50 @@ def first_number_in(file: Path, *, seconds: float) -> int:
             return int(file.read_text())
         time.sleep(0.05)
     raise AssertionError(f"{file.name} was not written within {seconds:g} s")
+
+
+LOADER_TASK = """
+import multiprocessing
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import autoprec
+
+
+class Numbers(Dataset):
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return self.transform(torch.full((4,), index / 32))
+
+
+def task():
+    loader = DataLoader(Numbers(lambda x: x * 1.0), batch_size=8, num_workers=1)
+    return autoprec.Task(
+        name=multiprocessing.get_start_method(), model=lambda: nn.Linear(4, 1), train_batches=loader,
+        eval_batches=loader, loss=lambda model, batch: (model(batch) - batch.sum(1, keepdim=True)).square().mean(),
+    )
+
+
+def start_method(task):
+    return task.name
+"""
+
+
+def test_a_loader_in_a_trial_starts_its_workers_as_the_platform_does(tmp_path: Path) -> None:
+    file = tmp_path / "loading.py"
+    file.write_text(LOADER_TASK)
+    expected = subprocess.run(
+        [sys.executable, "-c", "import multiprocessing; print(multiprocessing.get_start_method())"],
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    with Worker(TaskSource("function", {"name": f"{file}:task"}), num_threads=1) as worker:
+        assert worker.call(f"{file}:start_method", {}) == expected
+        outcome = worker.run(FP32, SHORT, timeout_seconds=60)
+    assert outcome.is_ok, outcome.message  # a forkserver's worker cannot pickle the lambda

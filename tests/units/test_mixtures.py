@@ -94,3 +94,9 @@ def test_every_mixture_of_the_choices_that_are_left_runs(mixer: type[nn.Module])
             apply_policy(model, Policy(default="autocast", dtype="fp16", modules=choices))
             assert model(torch.randn(2, 4, 8)).isfinite().all()
             remove_policy(model)
+
+
+def test_a_model_that_is_one_unit_is_tried_beside_nothing() -> None:
+    units = find_units(nn.Linear(4, 2), lambda model: model(torch.randn(3, 4)))
+    assert [unit.name for unit in units] == [""]
+    assert set(units.units[0].choices) == {"fp32", "autocast", "fp16", "bf16"}
