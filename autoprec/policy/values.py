@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -88,7 +88,7 @@ class Policy(FrozenModel):
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
         """Refuse what no model has, and what would keep every reader busy."""
-        known = {
+        known: dict[str, Mapping[str, Any]] = {
             "modules": self.modules,
             "model.modules": {} if self.model is None else self.model.modules,
             "evidence.units": {} if self.evidence is None else self.evidence.units,
