@@ -278,16 +278,17 @@ def build_front(
     )
 
 
-def read_front(path: Path) -> Front:
-    """Read a front.json. Reading runs nothing.
+def read_front(path: Path, *, data: bytes | None = None) -> Front:
+    """Read a front.json, or its `data` where that has been read. Reading runs nothing.
 
     Raises:
         UsageError: no such file.
         PolicyError: not a front.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        if data is None:
+            with path.open("rb") as file:
+                data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{path.name}: cannot be read ({error.strerror or error})") from None
     parsed = parse_strict_json(data, where=path.name)

@@ -21,6 +21,8 @@ Choice = Literal["fp32", "autocast", "half", "fp16", "bf16"]
 AskedDtype = Literal["auto", "bf16", "fp16", "both", "mixed"]
 _HALVES = {"half", "fp16", "bf16"}
 MAX_FILE_BYTES = 2**20
+MAX_FILE_BYTES, MAX_DOTS = 2**18, 500
+"""Of a file, and of a line: Python's TOML reader takes time by the square of the parts of a dotted key."""
 
 
 class _Strict(BaseModel):
@@ -176,6 +178,8 @@ def _read(source: str | Path) -> tuple[dict[str, Any], Path]:
             text = file.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:
             raise UsageError(f"search space {path.name}: larger than {MAX_FILE_BYTES // 2**10} KiB, no space is")
+        if any(line.count(b".") > MAX_DOTS for line in text.splitlines()):
+            raise UsageError(f"search space {path.name}: a line with more than {MAX_DOTS} dots: nested too deep")
         return tomllib.loads(text.decode("utf-8-sig")), path
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
