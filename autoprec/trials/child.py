@@ -7,6 +7,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -147,8 +148,10 @@ class WorkerProcess:
 
     @property
     def was_ended_from_outside(self) -> bool:
-        """Whether the end says nothing of what ran: a signal from elsewhere, or the fork server's end."""
+        """Whether the end says nothing of what ran: a signal from elsewhere, or a fork server that ended or stopped."""
         code = self._process.exitcode
+        if code is None and self._pidfd is not None:  # ended, and the fork server does not say how
+            return bool(select.select([self._pidfd], [], [], 0)[0])
         return code is not None and (code == LOST_EXIT_CODE or -code in FROM_OUTSIDE)
 
     @property

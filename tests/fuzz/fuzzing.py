@@ -171,7 +171,7 @@ POLICIES = _hostile(
         "modules": st.dictionaries(NAMES, PRECISIONS, max_size=6),
         "grad_scaler": st.one_of(
             VALUES,
-            st.fixed_dictionaries({}, optional={"init_scale": NUMBERS, "growth_interval": NUMBERS, "backoff_factor": NUMBERS}),
+            st.fixed_dictionaries({}, optional={"init_scale": NUMBERS, "growth_interval": NUMBERS}),
         ),
         "optimizer": st.one_of(VALUES, st.fixed_dictionaries({}, optional={"eps": NUMBERS, "name": NAMES})),
         "training": st.one_of(VALUES, st.fixed_dictionaries({}, optional={"accumulation_steps": NUMBERS})),
