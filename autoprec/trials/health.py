@@ -23,6 +23,7 @@ class Health:
     """Looks after each trial at what it left behind; the first look sets the base of memory."""
 
     def __init__(self) -> None:
+        modes_left()  # of what ran here before
         self._on_device: int | None = None
         self._in_process: int | None = None
 

@@ -68,13 +68,18 @@ def isolated() -> Iterator[None]:
     modes = Modes()
     randomness = RandomState()
     switches = [(read, write, read()) for read, write in _SWITCHES]
-    try:
-        yield
-    finally:
-        _LEFT_MODES.update(dict.fromkeys(modes.restore()))
+
+    def put_back() -> None:
         for read, write, value in switches:
             if read() != value:  # writing one for the first time can load much of torch
                 write(value)
+
+    try:
+        yield
+    finally:
+        put_back()  # before the modes: a default device is a function mode, too
+        _LEFT_MODES.update(dict.fromkeys(modes.restore()))
+        put_back()  # inference mode decides on gradients
         with contextlib.suppress(RuntimeError):  # of a device that does not answer any more
             randomness.restore()
 
