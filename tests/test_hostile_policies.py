@@ -34,6 +34,7 @@ HOSTILE = {
     ),
     "interval": ('{"grad_scaler": {"growth_interval": 2147483648}}', "less than or equal to 2147483647"),
     "scale": ('{"grad_scaler": {"init_scale": 1e39}}', "less than or equal to 34028234663852886"),
+    "a line break in a name": ('{"modules": {"a\\nb": 3.7}}', r"modules.a\\nb: found 3.7"),
     "a long key": ('{"' + "k" * 2_000_000 + '": 1}', "unknown key"),
 }
 
@@ -45,6 +46,7 @@ def test_a_hostile_policy_is_one_short_line_and_soon(text: str, words: str) -> N
         Policy.from_json(text)
     assert time.perf_counter() - started < SOON_SECONDS
     assert len(str(caught.value)) < 1_000
+    assert "\n" not in str(caught.value)
 
 
 def test_the_largest_settings_are_what_a_grad_scaler_takes() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from autoprec.errors import PolicyError, did_you_mean
+from autoprec.errors import PolicyError, did_you_mean, in_one_line
 from autoprec.policy.evidence import (
     Evidence,
     FrozenDict,
@@ -180,7 +180,7 @@ def _without_empty(value: Any) -> Any:
 def _policy_error(error: ValidationError, *, where: str) -> PolicyError:
     first = error.errors(include_url=False)[0]
     path = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part[:80]}" for part in first["loc"] if part != "[key]"
+        f"[{part}]" if isinstance(part, int) else f".{in_one_line(part)}" for part in first["loc"] if part != "[key]"
     )
     place = f"{where}: ${path}" if path else where
     found = first.get("input")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from autoprec.errors import PolicyError, UsageError
+from autoprec.errors import PolicyError, UsageError, in_one_line
 from autoprec.policy import Number, Policy
 from autoprec.policy.evidence import FrozenModel
 from autoprec.policy.strict_json import MAX_FILE_BYTES, parse_strict_json
@@ -296,7 +296,7 @@ def read_front(path: Path, *, data: bytes | None = None) -> Front:
         front = Front.model_validate(parsed)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "file"
+        place = ".".join(map(in_one_line, first["loc"])) or "file"
         raise PolicyError(f"{path.name}: {place}: {first['msg']}; not the front of this autoprec") from None
     if not any(member.name == FP32 for member in front.front):
         raise PolicyError(f"{path.name}: front: no member is called {FP32!r}, with which all is compared")

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from autoprec.errors import UsageError, did_you_mean
 from autoprec.policy import GradScalerSettings
+from autoprec.errors import UsageError, did_you_mean, in_one_line
+from autoprec.policy import GradScalerSettings
 
 __all__ = ["AskedDtype", "Choice", "Range", "Rule", "SearchSpace", "builtin_spaces", "load_space", "parse_space"]
 
@@ -238,7 +240,7 @@ def _build(data: Mapping[str, Any], *, where: str, files: tuple[Path, ...]) -> S
 
 def _space_error(error: ValidationError, *, where: str) -> str:
     first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"]) or "file"
+    place = ".".join(map(in_one_line, first["loc"])) or "file"
     if first["type"] == "extra_forbidden":
         model = _model_at(first["loc"][:-1])
         allowed = [*model.model_fields, *(["inherits"] if model is SearchSpace else [])]
