@@ -10,8 +10,6 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from autoprec.errors import UsageError, did_you_mean
-from autoprec.policy import GradScalerSettings
 from autoprec.errors import UsageError, did_you_mean, in_one_line
 from autoprec.policy import GradScalerSettings
 
@@ -22,7 +20,6 @@ Choice = Literal["fp32", "autocast", "half", "fp16", "bf16"]
 """A precision by name, or `half`: true half in the study's dtype."""
 AskedDtype = Literal["auto", "bf16", "fp16", "both", "mixed"]
 _HALVES = {"half", "fp16", "bf16"}
-MAX_FILE_BYTES = 2**20
 MAX_FILE_BYTES, MAX_DOTS = 2**18, 500
 """Of a file, and of a line: Python's TOML reader takes time by the square of the parts of a dotted key."""
 
