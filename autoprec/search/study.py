@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from autoprec.errors import PolicyError, StudyError, UsageError
 from autoprec.policy import Policy
 from autoprec.search.arms import FP32, Arm
+from autoprec.search.database_urls import sqlite_path
 from autoprec.search.fingerprint import Identity, first_difference
-from autoprec.search.network_folders import sqlite_path
 from autoprec.search.parameters import Parameters, ParameterValue
 from autoprec.search.policy_sampler import PolicySampler
 from autoprec.search.presence import HOLDER, Presence
