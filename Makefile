@@ -7,7 +7,7 @@ SEARCH ?= --model resnet50 --n-trials 8
 # Compiled once, by the first of the many processes that tests start: torch takes twice as long to import without.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: search test lint types pytest test-families test-integrations test-cluster test-slow benchmarks clean
+.PHONY: search test lint types pytest test-families test-integrations test-cluster test-slow fuzz benchmarks clean
 
 search: $(VENV)/.installed
 	$(BIN)/autoprec search $(SEARCH)
@@ -42,6 +42,11 @@ test-cluster: $(VENV)/.installed-dev
 # Heavier checks than the suite allows, and every figure that the documentation quotes.
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/pytest -m slow
+
+# Hostile inputs for every command, for as long as is given; prints the counts, and what was found.
+FUZZ_SECONDS ?= 600
+fuzz: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzzing.py $(FUZZ_SECONDS)
 
 benchmarks: $(VENV)/.installed-dev
 	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

@@ -14,6 +14,7 @@ __all__ = [
     "UsageError",
     "PrecisionWarning",
     "did_you_mean",
+    "in_one_line",
 ]
 
 
@@ -53,6 +54,12 @@ class UsageError(AutoprecError, ValueError):
 
 class PrecisionWarning(UserWarning):
     """Something is allowed but probably not what was meant (slow on this device, other shapes, other torch)."""
+
+
+def in_one_line(name: object, *, max_characters: int = 80) -> str:
+    """Return a name from a file as a message can hold it: cut, and line breaks and the like written out."""
+    text = str(name)[:max_characters]
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def did_you_mean(name: str, allowed: Iterable[str], *, count: int = 3) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import importlib
 import inspect
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -84,7 +87,7 @@ def _also_after(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def main() -> None:
-    """Run the command line; an error of autoprec is one line on stderr and its exit code."""
+    """Run the command line; an error of autoprec, of the system or of a number is one line and an exit code."""
     if not app.registered_commands:
         for command in COMMANDS:
             importlib.import_module(f"autoprec.cli.{command}").register(app)
@@ -93,12 +96,71 @@ def main() -> None:
             info.callback = _also_after(info.callback)
     with logging_to_stderr() as log:
         try:
-            app()
-        except AutoprecError as error:
+            _check_arguments()
+            try:
+                app()
+            finally:
+                sys.stdout.flush()  # what cannot be written any more is told now, not when Python ends
+        except BrokenPipeError:
+            _drop_stdout()
+            sys.exit(1)
+        except (AutoprecError, OSError, OverflowError, RecursionError, UnicodeError) as error:
             from autoprec.report.escaping import printable
 
             if log.isEnabledFor(logging.DEBUG):
                 traceback.print_exc()
             else:
-                print(printable(f"autoprec: {error}"), file=sys.stderr)
-            sys.exit(error.exit_code)
+                print(printable(f"autoprec: {_line(error)}"), file=sys.stderr)
+            _drop_stdout()
+            sys.exit(_exit_code(error))
+
+
+def _check_arguments() -> None:
+    """Refuse bytes that are no text: they could be written neither into a file nor to a terminal.
+
+    Raises:
+        UsageError: the argument is named.
+    """
+    for number, argument in enumerate(sys.argv[1:], start=1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"argument {number}, {argument[:80]!r}: not UTF-8 text") from None
+
+
+def _line(error: BaseException) -> str:
+    if isinstance(error, AutoprecError):
+        return str(error)
+    if isinstance(error, OSError):
+        place = f"{str(error.filename)[:200]}: " if error.filename else ""
+        return f"{place}{error.strerror or type(error).__name__}"
+    if isinstance(error, OverflowError):
+        return f"a number is too large ({error})"
+    if isinstance(error, RecursionError):
+        return "something is nested too deep to be followed (names, containers or modules inside each other)"
+    return f"text that is not UTF-8 ({error})"
+
+
+MISTAKEN = (
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM,
+    errno.EROFS, errno.ELOOP, errno.EINVAL,
+)  # fmt: skip
+"""What the system says of a path that a person gave."""
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, AutoprecError):
+        return error.exit_code
+    is_usage = isinstance(error, OverflowError | UnicodeError) or (
+        isinstance(error, OSError) and error.errno in MISTAKEN and error.filename is not None
+    )
+    return UsageError.exit_code if is_usage else 1
+
+
+def _drop_stdout() -> None:
+    """Let what a full or closed output has not taken go: Python would try again when it ends, and say so."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -74,6 +74,7 @@ class EngineOptions:
         from autoprec.engines.command import Command
         from autoprec.engines.run import open_engine, run_on_engine
         from autoprec.search.plan import file_name
+        from autoprec.search.storage import try_storage
 
         kind = self.engine.partition(":")[0]
         if storage is None or study_name is None:
@@ -86,6 +87,7 @@ class EngineOptions:
             settings |= {"parameters": dict(_pair(text) for text in self.slurm_option or [])}
         engine = open_engine(self.engine, settings)
         try:
+            try_storage(storage)
             place = os.getcwd()
             shared = ["--storage", url, "--study-name", study_name]
             return run_on_engine(
@@ -110,9 +112,8 @@ class EngineOptions:
 
     def _storage(self, url: str, kind: str) -> tuple[str, str | None]:
         """Return the URL for the workers' command lines, and the password apart."""
-        from autoprec.search.network_folders import sqlite_path
+        from autoprec.search.database_urls import sqlite_path, without_password
         from autoprec.search.sharing import require_turns
-        from autoprec.search.storage import without_password
 
         if sqlite_path(url) is not None and not self._is_on_this_machine:
             raise UsageError(

@@ -22,6 +22,7 @@ __all__ = [
     "NO_FIT",
     "POLICY_FILE",
     "WORSE",
+    "check_folder",
     "check_format",
     "open_console",
     "parse_memory",
@@ -45,6 +46,20 @@ def check_format(name: str) -> None:
     """Raise UsageError for an output format that does not exist."""
     if name not in FORMATS:
         raise UsageError(f"format {name!r}; allowed: {', '.join(FORMATS)}{did_you_mean(name, FORMATS)}")
+
+
+def check_folder(path: Path | None) -> None:
+    """Refuse an output folder that cannot be made, before there is anything to write into it.
+
+    Raises:
+        UsageError: a file is in its way.
+        OSError: its name is too long.
+    """
+    if path is None:
+        return
+    there = next(each for each in (path, *path.parents, Path("/")) if each.exists())
+    if not there.is_dir():
+        raise UsageError(f"-o {path}: {there.name} is a file; a folder is needed")
 
 
 def open_console(*, to_stderr: bool = False, for_progress: bool = False) -> Console:

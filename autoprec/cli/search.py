@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoprec.cli.engine_options import EngineOptions
-from autoprec.cli.output import INCONCLUSIVE, INTERRUPTED, check_format, open_console, parse_memory, print_json
+from autoprec.cli.output import (
+    INCONCLUSIVE,
+    INTERRUPTED,
+    check_folder,
+    check_format,
+    open_console,
+    parse_memory,
+    print_json,
+)
 from autoprec.cli.signals import interruptible
 from autoprec.cli.study_options import StudyOptions
 from autoprec.cli.task_options import TaskOptions, as_arguments, option, takes_task
@@ -59,6 +67,7 @@ def _search(
     started = time.perf_counter()
     follow_parent()  # the proof of a search on an engine
     check_format(format)
+    check_folder(output)
     if not engine.is_local:
         if devices is not None:
             raise UsageError(f"--devices: not with --engine {engine.engine}, which gives each worker its own")

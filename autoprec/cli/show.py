@@ -32,10 +32,12 @@ def _show(
         _show_front(file / "front.json", format=format)
         if format == "text":
             _show_policy(file / POLICY_FILE, format=format)
-    elif _is_front(file):
-        _show_front(file, format=format)
+        return
+    data = _read(file)
+    if _is_front(data):
+        _show_front(file, format=format, data=data)
     else:
-        _show_policy(file, format=format)
+        _show_policy(file, format=format, data=data)
 
 
 def _show_schema() -> None:
@@ -45,26 +47,34 @@ def _show_schema() -> None:
     print_json({"$schema": schema, **Policy.model_json_schema()})
 
 
-def _is_front(path: Path) -> bool:
-    """Whether a file holds a front; what is no JSON object at all is left to the policy's own errors."""
-    import json
-
+def _read(path: Path) -> bytes | None:
+    """Read a file, once: a pipe has nothing for a second reader. None for one that the policy's own errors tell of."""
     from autoprec.policy.strict_json import MAX_FILE_BYTES
 
     try:
         with path.open("rb") as opened:
-            data = json.loads(opened.read(MAX_FILE_BYTES))
-    except (OSError, ValueError, RecursionError):
+            return opened.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError):
+        return None
+
+
+def _is_front(data: bytes | None) -> bool:
+    """Whether a file holds a front; what is no JSON object at all is left to the policy's own errors."""
+    import json
+
+    try:
+        found = json.loads(data or b"")
+    except (ValueError, RecursionError):
         return False
-    return isinstance(data, dict) and "front" in data
+    return isinstance(found, dict) and "front" in found
 
 
-def _show_front(path: Path, *, format: str) -> None:
+def _show_front(path: Path, *, format: str, data: bytes | None = None) -> None:
     from autoprec.report.escaping import escaped
     from autoprec.report.front import front_table
     from autoprec.search.front import read_front
 
-    front = read_front(path)
+    front = read_front(path, data=data)
     if format == "json":
         print(front.to_json(), end="")
         return
@@ -73,12 +83,12 @@ def _show_front(path: Path, *, format: str) -> None:
     console.print(escaped(front.sentence), soft_wrap=True)
 
 
-def _show_policy(path: Path, *, format: str) -> None:
-    from autoprec.policy import load_policy
+def _show_policy(path: Path, *, format: str, data: bytes | None = None) -> None:
+    from autoprec.policy import Policy, load_policy
     from autoprec.report.escaping import escaped
     from autoprec.report.tables import comparison_table, evidence_lines, unit_tree
 
-    found = load_policy(path)
+    found = load_policy(path) if data is None else Policy.from_json(data, where=path.name)
     if format == "json":
         print(found.to_json(), end="")
         return

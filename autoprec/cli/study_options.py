@@ -69,13 +69,17 @@ class StudyOptions:
         """Prepare the search of a task; `settings` are the fields of `SearchSettings` that are no options here.
 
         Raises:
+            UsageError, StudyError: as `try_storage`, before the task is built.
             UsageError, TaskError: as `prepare_search`.
         """
         from autoprec.search.plan import SearchSettings, prepare_search
         from autoprec.search.proof import build_proof
+        from autoprec.search.storage import try_storage
         from autoprec.search.study_dtype import as_dtype
         from autoprec.search.worth import Worth, as_preference
 
+        if self.storage is not None:
+            try_storage(self.storage)
         trial = task.trial_settings(num_processes=self.gpus_per_trial).with_steps(self.steps)
         search = SearchSettings(
             sampler=self.sampler,

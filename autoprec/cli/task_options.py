@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["TaskOptions", "as_arguments", "option", "takes_task"]
 
 
-def option(text: str, *names: str, min: float | None = None) -> Any:
-    """Return a command-line option called `names` with its help; a number below `min` is refused."""
-    return typer.Option(*names, help=text, show_default=True, min=min)
+def option(text: str, *names: str, min: float | None = None, max: float | None = None) -> Any:
+    """Return a command-line option called `names` with its help; a number below `min` or above `max` is refused."""
+    return typer.Option(*names, help=text, show_default=True, min=min, max=max)
+
+
+MAX_SEED = 2**63 - 1
+"""torch's generators take 64 bits; the proof's seeds lie above the one that is given."""
 
 
 TRAINING_OPTIONS = ("accumulation_steps", "checkpoint", "channels_last", "tf32", "optimizer_implementation")
@@ -62,7 +66,7 @@ class TaskOptions:
     batch_size: Annotated[int | None, option("Batch of the trials; 32, segmentation 8.", "--batch-size")] = None
     optimizer: Annotated[str, option("adamw, adam or sgd.", "--optimizer")] = "adamw"
     lr: Annotated[float, option("Learning rate.", "--lr")] = 1e-3
-    seed: Annotated[int, option("Start weights, batch order and samples.", "--seed")] = 0
+    seed: Annotated[int, option("Start weights, batch order and samples.", "--seed", min=-MAX_SEED, max=MAX_SEED)] = 0
     device: Annotated[str | None, option("cpu or cuda; cuda where there is one.", "--device")] = None
     gpu: Annotated[str, option("Target of computed and predicted numbers.", "--gpu")] = "a100"
     target_image_size: Annotated[int | None, option("Pixels of the real run; 224.", "--target-image-size")] = None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoprec.cli.output import INCONCLUSIVE, INTERRUPTED, WORSE, check_format, open_console, print_json
+from autoprec.cli.output import INCONCLUSIVE, INTERRUPTED, WORSE, check_folder, check_format, open_console, print_json
 from autoprec.cli.signals import interruptible
 from autoprec.cli.task_options import TaskOptions, option, takes_task
 
@@ -49,6 +49,7 @@ def _verify(
     format: Annotated[str, option("text or json.", "--format")] = "text",
 ) -> None:
     check_format(format)
+    check_folder(output)
     settings = {
         "margin": margin,
         "max_seeds": max_seeds,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import math
+import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -146,7 +146,7 @@ class _Queue:
         return self._held is None or job_id in self._held
 
     def _look(self) -> set[str] | None:
-        command = ["squeue", "--noheader", "--array", "--format=%i", f"--user={getpass.getuser()}"]
+        command = ["squeue", "--noheader", "--array", "--format=%i", f"--user={os.getuid()}"]
         try:
             told = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_SECONDS, check=True)
         except (OSError, subprocess.SubprocessError):

@@ -83,16 +83,17 @@ def _precisions(policy: Policy, names: Iterable[str]) -> dict[str, Precision]:
 
 
 def _collapsed(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[tuple[Any, Any], int]]:
-    """Keep the pairs that differ; a module stands for all below it where they have one pair."""
+    """Keep the pairs that differ; a module stands for all below it where they have one pair, else for itself."""
     below: dict[str, list[tuple[Any, Any]]] = {}
     for name, pair in pairs.items():
         for above in _with_parents(name):
             below.setdefault(above, []).append(pair)
+    uniform = {above for above, found in below.items() if len(set(found)) == 1}
     kept: dict[str, tuple[tuple[Any, Any], int]] = {}
     for name, pair in pairs.items():
         if pair[0] != pair[1]:
-            top = next(above for above in _with_parents(name) if len(set(below[above])) == 1)
-            kept[top] = (pair, len(below[top]))
+            top = next((above for above in _with_parents(name) if above in uniform), None)
+            kept[top or name] = (pair, 1 if top is None else len(below[top]))
     return kept
 
 

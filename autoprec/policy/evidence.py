@@ -34,6 +34,10 @@ LowPrecision = Literal["fp16", "bf16"]
 OptimizerImplementation = Literal["foreach", "fused", "for-loop"]
 Kind = Literal["measured", "emulated", "computed", "predicted"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+MAX_SCALE = (2 - 2**-23) * 2.0**127
+"""FP32's largest number: torch keeps the scale as a tensor of that type."""
+MAX_COUNT = 2**31 - 1
+"""torch keeps the growth tracker, which counts up to the interval, as an int32 tensor."""
 
 
 class FrozenDict(dict[str, Any]):
@@ -72,10 +76,10 @@ class Number(FrozenModel):
 class GradScalerSettings(FrozenModel):
     """The four numbers of `torch.amp.GradScaler`, with torch's own defaults."""
 
-    init_scale: float = Field(default=65536.0, gt=0)
+    init_scale: float = Field(default=65536.0, gt=0, le=MAX_SCALE)
     growth_factor: float = Field(default=2.0, gt=1)
     backoff_factor: float = Field(default=0.5, gt=0, lt=1)
-    growth_interval: int = Field(default=2000, ge=1)
+    growth_interval: int = Field(default=2000, ge=1, le=MAX_COUNT)
 
 
 class OptimizerSettings(FrozenModel):
@@ -98,7 +102,7 @@ class TrainingOptions(FrozenModel):
         compile: the backend of torch.compile; None ran eagerly.
     """
 
-    accumulation_steps: int = Field(default=1, ge=1)
+    accumulation_steps: int = Field(default=1, ge=1, le=MAX_COUNT)
     checkpoint: tuple[str, ...] = ()
     channels_last: bool = False
     tf32: bool | None = None

@@ -12,13 +12,16 @@ __all__ = ["MAX_FILE_BYTES", "parse_strict_json"]
 
 MAX_FILE_BYTES = 8 * 2**20
 MAX_DEPTH = 32
+MAX_DIGITS = 20
+"""Of an integer of 64 bits, its sign among them."""
 
 
 def parse_strict_json(text: str | bytes, *, where: str) -> Any:
     """Return the parsed value.
 
     Raises:
-        PolicyError: not UTF-8 or not JSON, a number that is not finite, a key twice, too large or too deep.
+        PolicyError: not UTF-8 or not JSON, a number that is not finite or too large, a key twice,
+            too large or too deep.
     """
     if len(text) > MAX_FILE_BYTES:
         raise PolicyError(f"{where}: larger than {MAX_FILE_BYTES // 2**20} MiB, no policy is")
@@ -34,6 +37,11 @@ def parse_strict_json(text: str | bytes, *, where: str) -> Any:
     def refuse_constant(name: str) -> NoReturn:
         raise PolicyError(f"{where}: found {name}; JSON numbers are finite")
 
+    def integer(digits: str) -> int:
+        if len(digits) > MAX_DIGITS:
+            raise PolicyError(f"{where}: the number {digits[:MAX_DIGITS]}... is too large; integers have 64 bits")
+        return int(digits)
+
     def finite(digits: str) -> float:
         value = float(digits)
         if value in (float("inf"), float("-inf")):
@@ -43,7 +51,13 @@ def parse_strict_json(text: str | bytes, *, where: str) -> Any:
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
         _check_depth(decoded, where=where)
-        return json.loads(decoded, object_pairs_hook=unique, parse_constant=refuse_constant, parse_float=finite)
+        return json.loads(
+            decoded,
+            object_pairs_hook=unique,
+            parse_constant=refuse_constant,
+            parse_float=finite,
+            parse_int=integer,
+        )
     except UnicodeDecodeError as error:
         raise PolicyError(f"{where}: not UTF-8 text (byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -54,7 +68,8 @@ def parse_strict_json(text: str | bytes, *, where: str) -> Any:
         raise PolicyError(f"{where}: not JSON ({error})") from None
 
 
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+"""A string, or what begins one and never ends it: else each quote in it would be a new start."""
 
 
 def _check_depth(text: str, *, where: str) -> None:

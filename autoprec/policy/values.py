@@ -6,13 +6,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from autoprec.errors import PolicyError, did_you_mean
+from autoprec.errors import PolicyError, did_you_mean, in_one_line
 from autoprec.policy.evidence import (
     Evidence,
     FrozenDict,
@@ -28,11 +28,15 @@ from autoprec.policy.evidence import (
     check_names,
 )
 from autoprec.policy.files import write_atomically
+from autoprec.policy.precedence import is_glob
 from autoprec.policy.strict_json import MAX_FILE_BYTES, parse_strict_json
 
 __all__ = ["SCHEMA_VERSION", "Policy", "content_hash", "load_policy"]
 
 SCHEMA_VERSION = 1
+MAX_GLOBS = 200
+MAX_MODULES = 50_000
+MAX_NAME, MAX_PARTS = 500, 100
 
 
 class Policy(FrozenModel):
@@ -76,7 +80,29 @@ class Policy(FrozenModel):
     @classmethod
     def _check_names(cls, modules: dict[str, Precision]) -> dict[str, Precision]:
         check_names(modules)
+        num_globs = sum(is_glob(rule) for rule in modules)
+        if num_globs > MAX_GLOBS:
+            raise ValueError(f"{num_globs:,} globs; {MAX_GLOBS:,} at most, since each is held against each module")
         return FrozenDict(modules)
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        """Refuse what no model has, and what would keep every reader busy."""
+        known: dict[str, Mapping[str, Any]] = {
+            "modules": self.modules,
+            "model.modules": {} if self.model is None else self.model.modules,
+            "evidence.units": {} if self.evidence is None else self.evidence.units,
+        }
+        for place, names in known.items():
+            if len(names) > MAX_MODULES:
+                raise ValueError(f"{place} names {len(names):,} modules; {MAX_MODULES:,} at most")
+            deep = next((name for name in names if name.count(".") >= MAX_PARTS or len(name) > MAX_NAME), None)
+            if deep is not None:
+                raise ValueError(
+                    f"{place}: the name {deep[:40]!r}... is too long; {MAX_NAME} characters and {MAX_PARTS} modules"
+                    " inside each other at most"
+                )
+        return self
 
     @property
     def precisions(self) -> frozenset[Precision]:
@@ -153,18 +179,20 @@ def _without_empty(value: Any) -> Any:
 
 def _policy_error(error: ValidationError, *, where: str) -> PolicyError:
     first = error.errors(include_url=False)[0]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"] if part != "[key]")
+    path = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{in_one_line(part)}" for part in first["loc"] if part != "[key]"
+    )
     place = f"{where}: ${path}" if path else where
     found = first.get("input")
     if first["type"] == "extra_forbidden":
         allowed = _allowed_keys(first["loc"][:-1])
         return PolicyError(
-            f"{place}: unknown key; allowed: {', '.join(allowed)}{did_you_mean(str(first['loc'][-1]), allowed)}"
+            f"{place}: unknown key; allowed: {', '.join(allowed)}{did_you_mean(str(first['loc'][-1])[:80], allowed)}"
         )
     if first["type"] == "literal_error":
         options = re.findall(r"'([^']+)'", first["ctx"]["expected"])
         return PolicyError(
-            f"{place}: found {_brief(found)}; allowed: {', '.join(options)}{did_you_mean(str(found), options)}"
+            f"{place}: found {_brief(found)}; allowed: {', '.join(options)}{did_you_mean(str(found)[:80], options)}"
         )
     message = first["msg"].removeprefix("Value error, ")
     shown = "" if first["type"] == "value_error" else f": found {_brief(found)}"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from autoprec.errors import TaskError
 from autoprec.policy import content_hash
 
 __all__ = ["Identity", "study_identity", "first_difference", "versions"]
@@ -27,7 +28,11 @@ def versions() -> dict[str, str]:
 
 
 def study_identity(**parts: Any) -> Identity:
-    """Flatten nested mappings to dotted names; values must be JSON."""
+    """Flatten nested mappings to dotted names.
+
+    Raises:
+        TaskError: a value that is not JSON; its name is told.
+    """
     flat: Identity = {}
 
     def visit(prefix: str, value: Any) -> None:
@@ -35,7 +40,13 @@ def study_identity(**parts: Any) -> Identity:
             for key, inner in value.items():
                 visit(f"{prefix}.{key}" if prefix else str(key), inner)
         else:
-            flat[prefix] = json.loads(json.dumps(value, allow_nan=False))
+            try:
+                flat[prefix] = json.loads(json.dumps(value, allow_nan=False))
+            except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                raise TaskError(
+                    f"{prefix[:200]}: {type(value).__name__} is no JSON value ({str(error)[:200]}); finite numbers,"
+                    " text, lists and mappings are, which a study can be told by"
+                ) from None
 
     visit("", parts)
     return dict(sorted(flat.items()))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from autoprec.errors import PolicyError, UsageError
+from autoprec.errors import PolicyError, UsageError, in_one_line
 from autoprec.policy import Number, Policy
 from autoprec.policy.evidence import FrozenModel
 from autoprec.policy.strict_json import MAX_FILE_BYTES, parse_strict_json
@@ -278,16 +278,17 @@ def build_front(
     )
 
 
-def read_front(path: Path) -> Front:
-    """Read a front.json. Reading runs nothing.
+def read_front(path: Path, *, data: bytes | None = None) -> Front:
+    """Read a front.json, or its `data` where that has been read. Reading runs nothing.
 
     Raises:
         UsageError: no such file.
         PolicyError: not a front.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        if data is None:
+            with path.open("rb") as file:
+                data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{path.name}: cannot be read ({error.strerror or error})") from None
     parsed = parse_strict_json(data, where=path.name)
@@ -295,7 +296,7 @@ def read_front(path: Path) -> Front:
         front = Front.model_validate(parsed)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "file"
+        place = ".".join(map(in_one_line, first["loc"])) or "file"
         raise PolicyError(f"{path.name}: {place}: {first['msg']}; not the front of this autoprec") from None
     if not any(member.name == FP32 for member in front.front):
         raise PolicyError(f"{path.name}: front: no member is called {FP32!r}, with which all is compared")

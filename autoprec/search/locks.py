@@ -7,8 +7,9 @@ holder ends, however that ends.
 from __future__ import annotations
 
 import contextlib
-import getpass
+import errno
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,11 @@ from typing import IO
 
 from optuna.storages import BaseStorage, RDBStorage
 from sqlalchemy import Connection, text
-from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from autoprec.errors import StudyError
 from autoprec.policy import content_hash
+from autoprec.search.database_urls import shown_url, sqlite_path
 
 __all__ = ["alone", "alone_on_server", "in_turn"]
 
@@ -76,7 +77,7 @@ def in_turn(storage: BaseStorage, study_name: str, *, purpose: str = "turn") -> 
         import fcntl
 
         path = _lock_file(storage.url, study_name)
-        with path.with_stem(f"{path.stem}.{purpose}").open("a") as file:
+        with _open(path.with_stem(f"{path.stem}.{purpose}")) as file:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -128,11 +129,7 @@ def _wait(connection: Connection, key: int, study_name: str) -> None:
 
 @contextlib.contextmanager
 def _held(path: Path, where: str) -> Iterator[None]:
-    try:
-        file = path.open("a+")
-    except OSError as error:
-        raise StudyError(f"{path.name}: the lock of a search cannot be written ({error.strerror})") from None
-    with file:
+    with _open(path) as file:
         if not _lock(file):
             raise StudyError(f"another search{_holder(file)} is running {where}; wait for it, or give another -o")
         with contextlib.suppress(OSError):  # a full disk: the lock holds without the number
@@ -141,12 +138,50 @@ def _held(path: Path, where: str) -> Iterator[None]:
         yield
 
 
+def _open(path: Path) -> IO[str]:
+    """Open a lock file, made where there is none; what somebody else has put in its place is not touched.
+
+    Raises:
+        StudyError: it is a link, no file, or cannot be written.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        number = os.open(path, flags, 0o666)
+    except OSError as error:
+        reasons = {errno.ELOOP: "it is a symbolic link", errno.ENOENT: "its folder is not there any more"}
+        reason = reasons.get(error.errno or 0, error.strerror)
+        raise StudyError(f"{path.name}: the lock of a search cannot be written ({reason})") from None
+    found = os.fstat(number)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(number)
+        raise StudyError(f"{path.name}: the lock of a search cannot be written (it is a link, or no file)")
+    return os.fdopen(number, "r+", encoding="utf-8", errors="replace")
+
+
 def _lock_file(storage: str, study_name: str) -> Path:
-    file = make_url(storage).database if storage.startswith("sqlite") else None
-    if file:
-        return Path(file).parent / f".{Path(file).name}.{content_hash(study_name)[:10]}.lock"
-    name = content_hash(f"{storage}\0{study_name}")[:20]
-    return Path(tempfile.gettempdir()) / f"autoprec-{getpass.getuser()}-{name}.lock"
+    file = sqlite_path(storage)
+    if file is not None:
+        return Path(file).parent / f".{Path(file).name[:100]}.{content_hash(study_name)[:10]}.lock"
+    study = f"{shown_url(storage)}\0{study_name}"
+    return _own_folder() / f"{content_hash(study)}.lock"
+
+
+def _own_folder() -> Path:
+    """Return a folder for locks that nobody else can write to: in the shared one, names that are known can be taken.
+
+    Raises:
+        StudyError: somebody else has one of its name, or it cannot be made.
+    """
+    owner = os.getuid() if hasattr(os, "getuid") else 0
+    folder = Path(tempfile.gettempdir()) / f"autoprec-{owner}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise StudyError(f"{folder.name}: the folder for locks cannot be made ({error.strerror})") from None
+    if os.name == "posix" and (not stat.S_ISDIR(found.st_mode) or found.st_uid != owner or found.st_mode & 0o022):
+        raise StudyError(f"{folder.name}: the folder for locks is not this user's own; let TMPDIR name another place")
+    return folder
 
 
 def _holder(file: IO[str]) -> str:

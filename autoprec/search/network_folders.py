@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sqlalchemy.engine import make_url
-
 from autoprec.errors import UsageError
+from autoprec.search.database_urls import sqlite_path
 
-__all__ = ["refuse_network_folder", "sqlite_path"]
+__all__ = ["refuse_network_folder"]
 
 NETWORK_FILE_SYSTEMS = (
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "fuse.glusterfs",
@@ -32,12 +31,6 @@ def refuse_network_folder(url: str) -> None:
             " do not hold and a study can be damaged; give --storage sqlite:///FILE on a disk of this machine, or"
             " postgresql://USER@HOST/DATABASE for several machines"
         )
-
-
-def sqlite_path(url: str) -> str | None:
-    """Return the file of an SQLite URL; None for one in memory, or another database."""
-    path = make_url(url).database if url.startswith("sqlite") else None
-    return None if path in (None, "", ":memory:") else path
 
 
 def _file_system(path: Path) -> str | None:

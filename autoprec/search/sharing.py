@@ -9,10 +9,9 @@ from optuna.study import Study, get_all_study_names
 from optuna.trial import TrialState
 
 from autoprec.errors import StudyError, UsageError, did_you_mean
+from autoprec.search.database_urls import DIALECTS, dialect_of, sqlite_path
 from autoprec.search.events import Events
-from autoprec.search.network_folders import sqlite_path
 from autoprec.search.presence import GRACE, Presence
-from autoprec.search.storage import DIALECTS, dialect_of
 
 __all__ = ["get_total", "require_one_machine", "require_study", "require_turns", "set_total"]
 

@@ -10,7 +10,8 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from autoprec.errors import UsageError, did_you_mean
+from autoprec.errors import UsageError, did_you_mean, in_one_line
+from autoprec.policy import GradScalerSettings
 
 __all__ = ["AskedDtype", "Choice", "Range", "Rule", "SearchSpace", "builtin_spaces", "load_space", "parse_space"]
 
@@ -19,6 +20,8 @@ Choice = Literal["fp32", "autocast", "half", "fp16", "bf16"]
 """A precision by name, or `half`: true half in the study's dtype."""
 AskedDtype = Literal["auto", "bf16", "fp16", "both", "mixed"]
 _HALVES = {"half", "fp16", "bf16"}
+MAX_FILE_BYTES, MAX_DOTS = 2**18, 500
+"""Of a file, and of a line: Python's TOML reader takes time by the square of the parts of a dotted key."""
 
 
 class _Strict(BaseModel):
@@ -56,6 +59,18 @@ class GradScalerRanges(_Strict):
     growth_factor: Range | None = None
     backoff_factor: Range | None = None
     growth_interval: Range | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Refuse what GradScaler would, before a trial meets it."""
+        for name, values in self:
+            for value in [] if values is None else values.choices or [values.low, values.high]:
+                is_whole = name == "growth_interval" and isinstance(value, float) and value.is_integer()
+                try:
+                    GradScalerSettings.model_validate({name: int(value) if is_whole else value})
+                except ValidationError as error:
+                    raise ValueError(f"`{name}`: {str(value)[:40]}: {error.errors()[0]['msg'].lower()}") from None
+        return self
 
 
 class OptimizerRanges(_Strict):
@@ -156,14 +171,26 @@ def _read(source: str | Path) -> tuple[dict[str, Any], Path]:
     builtin = builtin_spaces()
     path = builtin.get(str(source), Path(source))
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8")), path
+        if path.exists() and not path.is_file():  # a device or a pipe may have no end
+            raise OSError(0, "no regular file")
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise UsageError(f"search space {path.name}: larger than {MAX_FILE_BYTES // 2**10} KiB, no space is")
+        if any(line.count(b".") > MAX_DOTS for line in text.splitlines()):
+            raise UsageError(f"search space {path.name}: a line with more than {MAX_DOTS} dots: nested too deep")
+        return tomllib.loads(text.decode("utf-8-sig")), path
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UsageError(
             f"search space {str(source)!r}: {reason}; give a TOML file or one of {', '.join(builtin)}"
             + did_you_mean(str(source), builtin)
         ) from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise UsageError(f"search space {path.name}: nested too deep, no space is") from None
+    except UsageError:
+        raise
+    except ValueError as error:  # a TOMLDecodeError, or a number of more digits than Python takes
         raise UsageError(f"search space {path.name}: not TOML: {error}") from None
 
 
@@ -177,7 +204,7 @@ def _inherit(data: Mapping[str, Any], *, where: str, files: tuple[Path, ...]) ->
     if parent is None:
         return own
     builtin = builtin_spaces()
-    if parent not in builtin:
+    if not isinstance(parent, str) or parent not in builtin:
         raise UsageError(
             f"search space {where}: inherits: {str(parent)[:80]!r} is not one of {', '.join(builtin)}"
             + did_you_mean(str(parent), builtin)
@@ -204,11 +231,13 @@ def _build(data: Mapping[str, Any], *, where: str, files: tuple[Path, ...]) -> S
         return SearchSpace(**_inherit(data, where=where, files=files))
     except ValidationError as error:
         raise UsageError(_space_error(error, where=where)) from None
+    except (RecursionError, OverflowError):
+        raise UsageError(f"search space {where}: nested too deep, or a number too large; no space is") from None
 
 
 def _space_error(error: ValidationError, *, where: str) -> str:
     first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"]) or "file"
+    place = ".".join(map(in_one_line, first["loc"])) or "file"
     if first["type"] == "extra_forbidden":
         model = _model_at(first["loc"][:-1])
         allowed = [*model.model_fields, *(["inherits"] if model is SearchSpace else [])]

@@ -16,12 +16,13 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
+from pydantic import ValidationError
 
-from autoprec.errors import StudyError, UsageError
+from autoprec.errors import PolicyError, StudyError, UsageError
 from autoprec.policy import Policy
 from autoprec.search.arms import FP32, Arm
+from autoprec.search.database_urls import sqlite_path
 from autoprec.search.fingerprint import Identity, first_difference
-from autoprec.search.network_folders import sqlite_path
 from autoprec.search.parameters import Parameters, ParameterValue
 from autoprec.search.policy_sampler import PolicySampler
 from autoprec.search.presence import HOLDER, Presence
@@ -403,17 +404,30 @@ def is_finished(trial: FrozenTrial) -> bool:
 
 
 def read_record(trial: FrozenTrial) -> TrialRecord:
+    """Return a finished trial as a record.
+
+    Raises:
+        StudyError: somebody else has written into it, or another autoprec.
+    """
     attributes: Mapping[str, Any] = trial.user_attrs
-    return TrialRecord(
-        number=trial.number,
-        arm=attributes.get("arm", ""),
-        key=attributes["policy_key"],
-        policy=Policy(**attributes["policy"]),
-        outcome=Outcome(**attributes["outcome"]),
-        is_feasible=trial.state == TrialState.COMPLETE and all(value <= 0 for value in trial.constraints.values()),
-        is_cached=CACHED_FROM in attributes,
-        holder=attributes.get(HOLDER, {}).get("id", ""),
-    )
+    try:
+        return TrialRecord(
+            number=trial.number,
+            arm=attributes.get("arm", ""),
+            key=attributes["policy_key"],
+            policy=Policy(**attributes["policy"]),
+            outcome=Outcome(**attributes["outcome"]),
+            is_feasible=trial.state == TrialState.COMPLETE and all(value <= 0 for value in trial.constraints.values()),
+            is_cached=CACHED_FROM in attributes,
+            holder=attributes.get(HOLDER, {}).get("id", ""),
+        )
+    except (ValidationError, PolicyError, KeyError, TypeError, AttributeError) as error:
+        named = error.errors()[0]["loc"] if isinstance(error, ValidationError) else ()
+        place = ".".join(["outcome", *map(str, named)]) if named else str(error).splitlines()[0][:200]
+        raise StudyError(
+            f"trial {trial.number} of the study: {place} is not of this autoprec; give another --study-name, or delete"
+            " the study"
+        ) from None
 
 
 def _has_our_directions(directions: Sequence[StudyDirection]) -> bool:

@@ -84,8 +84,10 @@ class FileImages:
 
     def _open(self, path: str) -> Any:
         try:
+            if not Path(path).is_file():  # a pipe may never say anything
+                raise OSError("no regular file")
             return datasets.folder.default_loader(path)
-        except OSError as error:
+        except Exception as error:  # of a damaged file Pillow raises whatever its decoder happens to
             raise TaskError(f"image {Path(path).name!r} cannot be read ({type(error).__name__})") from error
 
 

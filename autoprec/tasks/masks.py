@@ -192,9 +192,11 @@ def _read_mask(path: str) -> torch.Tensor:
     from PIL import Image
 
     try:
+        if not Path(path).is_file():  # a pipe may never say anything
+            raise OSError("no regular file")
         with Image.open(path) as image:
             values: Any = np.array(image)
-    except OSError as error:
+    except Exception as error:  # of a damaged file Pillow raises whatever its decoder happens to
         raise TaskError(f"mask {Path(path).name!r} cannot be read ({type(error).__name__})") from error
     if values.ndim != 2 or values.dtype != np.uint8:
         raise TaskError(f"mask {Path(path).name!r} has shape {values.shape} and {values.dtype}; one byte a pixel")

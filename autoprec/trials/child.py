@@ -7,6 +7,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -15,7 +16,7 @@ import time
 import types
 from collections.abc import Iterator
 from dataclasses import asdict
-from multiprocessing import connection, reduction
+from multiprocessing import connection, forkserver, reduction
 from multiprocessing.process import BaseProcess
 from typing import IO, Any
 
@@ -35,6 +36,8 @@ FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 LOST_EXIT_CODE = 255
 """What multiprocessing reports where the fork server died with the process."""
 
+ANSWER_SECONDS = 120.0
+"""For which a fork server may load and start a process."""
 START_ATTEMPTS, START_PAUSE_SECONDS = 40, 0.05
 """A fork server that was killed is not known to be gone before the system has taken it down."""
 
@@ -42,8 +45,11 @@ _START_LOCK = threading.Lock()
 
 
 def _start(process: BaseProcess) -> None:
-    """Start a process; where the fork server has just ended, with the next one."""
+    """Start a process; where the fork server has just ended, or does not answer, with the next one."""
     for attempt in range(START_ATTEMPTS):
+        watch = threading.Timer(ANSWER_SECONDS, _end_fork_server)
+        watch.daemon = True
+        watch.start()
         try:
             process.start()
             return
@@ -51,6 +57,16 @@ def _start(process: BaseProcess) -> None:
             if attempt == START_ATTEMPTS - 1:
                 raise
             time.sleep(START_PAUSE_SECONDS)
+        finally:
+            watch.cancel()
+
+
+def _end_fork_server() -> None:
+    """Kill a fork server that was stopped, or hangs: whoever waits for it gets an error, and starts another."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid is not None:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class WorkerProcess:
@@ -63,6 +79,7 @@ class WorkerProcess:
         flags = fcntl.fcntl(self._stderr, fcntl.F_GETFL)
         fcntl.fcntl(self._stderr, fcntl.F_SETFL, flags | os.O_APPEND)
         self._connection, theirs = context.Pipe()
+        self._number = 0
         about = {"source": asdict(source), "num_threads": num_threads, "path": sys.path, "search_pid": os.getpid()}
         self._process = context.Process(
             target=_serve,
@@ -72,6 +89,7 @@ class WorkerProcess:
         )
         self._num_out_of_memory = _count_out_of_memory()
         with _START_LOCK, _without_main_module(), as_parent():
+            _stand_somewhere()
             _start(self._process)
         theirs.close()
         self._pidfd = _open_pidfd(self._process.pid)
@@ -90,11 +108,17 @@ class WorkerProcess:
         Raises:
             TimeoutError, EOFError: no answer in time; the process is gone.
         """
+        self._number += 1
+        ends = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         try:
-            self._connection.send_bytes(json.dumps(message).encode())
+            self._connection.send_bytes(json.dumps({**message, "number": self._number}).encode())
         except OSError:
             raise EOFError from None
-        return self.receive(timeout_seconds=timeout_seconds)
+        while True:
+            left = None if ends is None else max(0.0, ends - time.monotonic())
+            answer = self.receive(timeout_seconds=left)
+            if answer.get("number") == self._number:  # another is of an earlier message, or of nobody's
+                return answer
 
     def receive(self, *, timeout_seconds: float | None) -> dict[str, Any]:
         ready = connection.wait([self._connection, self._process.sentinel], timeout_seconds)
@@ -124,8 +148,10 @@ class WorkerProcess:
 
     @property
     def was_ended_from_outside(self) -> bool:
-        """Whether the end says nothing of what ran: a signal from elsewhere, or the fork server's end."""
+        """Whether the end says nothing of what ran: a signal from elsewhere, or a fork server that ended or stopped."""
         code = self._process.exitcode
+        if code is None and self._pidfd is not None:  # ended, and the fork server does not say how
+            return bool(select.select([self._pidfd], [], [], 0)[0])
         return code is not None and (code == LOST_EXIT_CODE or -code in FROM_OUTSIDE)
 
     @property
@@ -200,6 +226,14 @@ def _without_main_module() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+def _stand_somewhere() -> None:
+    """Leave a working folder that somebody has removed: multiprocessing starts nothing from there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir("/")
 
 
 def _open_stderr() -> IO[bytes]:

@@ -162,8 +162,11 @@ def _short_path(path: str) -> str:
     for mark in ("/site-packages/", "/dist-packages/"):
         if mark in path:
             return path.rpartition(mark)[2]
-    working = str(Path.cwd())
-    if working not in ("/", str(Path.home())) and path.startswith(working + "/"):
+    try:
+        working = str(Path.cwd())
+    except FileNotFoundError:  # somebody removed it
+        working = "/"
+    if working not in ("/", os.path.expanduser("~")) and path.startswith(working + "/"):
         return path[len(working) + 1 :]
     return path.rpartition("/")[2]
 

@@ -7,7 +7,7 @@ import os
 import torch
 
 from autoprec.trials.failures import describe
-from autoprec.trials.isolation import models_left
+from autoprec.trials.isolation import models_left, modes_left
 
 __all__ = ["Health"]
 
@@ -16,11 +16,14 @@ LEFT_ON_DEVICE_BYTES = 64 * 2**20
 LEFT_IN_PROCESS_BYTES = 2**30
 """Likewise for a process's resident memory, which allocators give back late and in part: so much more, or double."""
 
+MAX_TOLD = 3
+
 
 class Health:
     """Looks after each trial at what it left behind; the first look sets the base of memory."""
 
     def __init__(self) -> None:
+        modes_left()  # of what ran here before
         self._on_device: int | None = None
         self._in_process: int | None = None
 
@@ -28,6 +31,9 @@ class Health:
         """Return in a few words why this process must not run another trial; "" where it may."""
         if models_left():
             return "the task kept the model of a trial alive"
+        if modes := modes_left():
+            more = f" and {len(modes) - MAX_TOLD} more" if len(modes) > MAX_TOLD else ""
+            return f"the task left behind {', '.join(modes[:MAX_TOLD])}{more}"
         kind = torch.device(device)
         if kind.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             try:

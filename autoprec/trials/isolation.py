@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["RandomState", "RandomStream", "isolated", "models_left", "seed_everything", "release"]
+from autoprec.trials.modes import Modes
+
+__all__ = ["RandomState", "RandomStream", "isolated", "models_left", "modes_left", "seed_everything", "release"]
 
 
 class RandomState:
@@ -62,17 +64,34 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Give back random states, torch's switches and its current dtype and device as they were."""
+    """Give back random states, torch's switches, its current dtype and device, and the process's modes as they were."""
+    modes = Modes()
     randomness = RandomState()
     switches = [(read, write, read()) for read, write in _SWITCHES]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for read, write, value in switches:
             if read() != value:  # writing one for the first time can load much of torch
                 write(value)
+
+    try:
+        yield
+    finally:
+        put_back()  # before the modes: a default device is a function mode, too
+        _LEFT_MODES.update(dict.fromkeys(modes.restore()))
+        put_back()  # inference mode decides on gradients
         with contextlib.suppress(RuntimeError):  # of a device that does not answer any more
             randomness.restore()
+
+
+_LEFT_MODES: dict[str, None] = {}
+
+
+def modes_left() -> list[str]:
+    """Return the modes that code run in `isolated` has left in this process since the last call."""
+    found = list(_LEFT_MODES)
+    _LEFT_MODES.clear()
+    return found
 
 
 _LEFT: list[weakref.ref[nn.Module]] = []
@@ -167,6 +186,10 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     _attribute(torch.backends.cudnn, "benchmark"),
     _attribute(torch.backends.cudnn, "deterministic"),
+    _attribute(torch.backends, "fp32_precision"),
+    _attribute(torch.backends.mkldnn.matmul, "fp32_precision"),  # type: ignore[attr-defined]
+    _attribute(torch.backends.mkldnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+    _attribute(torch.backends.mkldnn.rnn, "fp32_precision"),  # type: ignore[attr-defined]
     _attribute(torch.backends.cuda.matmul, "fp32_precision"),
     _attribute(
         torch.backends.cudnn.conv,  # type: ignore[attr-defined]

@@ -8,11 +8,13 @@ import gc
 import json
 import multiprocessing
 import os
+import secrets
 import select
 import signal
 import sys
 import time
 from multiprocessing import connection, process
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoprec.errors import AutoprecError
@@ -25,10 +27,17 @@ if TYPE_CHECKING:
 __all__ = ["guard_group", "serve"]
 
 WATCH_SECONDS = 1.0
+MARK = "AUTOPREC_WORKER"
+"""Environment variable of all that a worker process starts."""
+MAX_SCANS = 20
+_LEADER = 0
+"""This process, in it and in all that it forks."""
 
 
 def serve(parent: connection.Connection, stderr: int, first: dict[str, Any]) -> None:
-    """Run as the process: `first` says what to build; each later message is a trial or a call."""
+    """Run as the process: `first` says what to build; each later message is a trial or a call, with a number."""
+    global _LEADER
+    _LEADER = os.getpid()
     _detach_from_terminal()
     guard_group(first["search_pid"], os.getpid())
     os.dup2(stderr, 1)  # what the task prints must not end in the search's own output
@@ -74,7 +83,7 @@ def _build(parent: connection.Connection, first: dict[str, Any]) -> Any:
 
 def _answer(parent: connection.Connection, task: Any, message: dict[str, Any], health: Health) -> None:
     if "call" in message:
-        _send(parent, _called(task, message))
+        _send(parent, _called(task, message), message)
         return
     from autoprec.policy import Policy
     from autoprec.trials.outcome import TrialSettings
@@ -82,7 +91,7 @@ def _answer(parent: connection.Connection, task: Any, message: dict[str, Any], h
 
     settings = TrialSettings.model_validate(message["settings"])
     outcome = run_trial(task, Policy.from_json(message["policy"]), settings)
-    _send(parent, {"outcome": outcome.model_dump(mode="json"), "spent": health.look(settings.device)})
+    _send(parent, {"outcome": outcome.model_dump(mode="json"), "spent": health.look(settings.device)}, message)
 
 
 def _called(task: Any, message: dict[str, Any]) -> dict[str, Any]:
@@ -95,8 +104,12 @@ def _called(task: Any, message: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{describe(error)}\n{format_traceback(error)}"}
 
 
-def _send(parent: connection.Connection, answer: dict[str, Any]) -> None:
-    parent.send_bytes(json.dumps(answer, allow_nan=False).encode())
+def _send(parent: connection.Connection, answer: dict[str, Any], message: dict[str, Any] | None = None) -> None:
+    """Answer a message under its number; a process that the task has forked, and that came as far as this, ends."""
+    if os.getpid() != _LEADER:
+        os._exit(0)
+    number = {} if message is None else {"number": message["number"]}
+    parent.send_bytes(json.dumps(answer | number, allow_nan=False).encode())
 
 
 def _detach_from_terminal() -> None:
@@ -114,6 +127,7 @@ def guard_group(search_pid: int, leader: int) -> None:
     lock runs no thread of ours: so the guard is a process. Where even that is gone, the kernel ends this one.
     """
     end_with_parent()
+    mark = os.environ[MARK] = f"{leader}-{secrets.token_hex(8)}"
     between = os.fork()
     if between == 0:
         try:
@@ -121,10 +135,31 @@ def guard_group(search_pid: int, leader: int) -> None:
             if os.fork() == 0:
                 os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # the search sees this worker's end by a closed pipe
                 _wait_for_any(search_pid, leader)
-                os.killpg(leader, signal.SIGKILL)
+                try:
+                    os.killpg(leader, signal.SIGKILL)
+                finally:
+                    _end_marked(mark)
         finally:
             os._exit(0)
     os.waitpid(between, 0)
+
+
+def _end_marked(mark: str) -> None:
+    """Kill the programs that were started with this mark in their environment, in whatever session; Linux alone tells.
+
+    A process that was forked without a program of its own carries the environment of the fork server: it is not found.
+    """
+    wanted = f"{MARK}={mark}".encode()
+    for _ in range(MAX_SCANS):  # one may start another meanwhile
+        found = False
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if wanted in path.read_bytes().split(b"\0"):
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+                    found = True
+        if not found:
+            return
+        time.sleep(0.05)
 
 
 def _wait_for_any(*pids: int) -> None:

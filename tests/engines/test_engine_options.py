@@ -20,8 +20,8 @@ from autoprec.cli.task_options import TaskOptions, as_arguments
 from autoprec.engines import command as command_module
 from autoprec.engines.command import Command, WorkerLostError
 from autoprec.errors import UsageError
+from autoprec.search.database_urls import without_password
 from autoprec.search.events import Events
-from autoprec.search.storage import without_password
 
 SERVER = "postgresql://me@host/db"
 

@@ -168,7 +168,7 @@ def test_a_full_disk_is_one_clear_error_and_no_finished_trial_is_lost(tmp_path: 
 
 def test_a_search_leaves_whole_files_alone(tmp_path: Path) -> None:
     """Neither the log of a database that is open, nor what a killed export left."""
-    (tmp_path / ".policy.json.abc123.tmp").write_text("{")
+    (tmp_path / ".autoprec-abc123.tmp").write_text("{")
     result = run(tmp_path, n_trials=6)
     names = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")}
     assert names == {"study.db", "policy.json", "front.json"}

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import torch
+from left_modes import MODES
 from torch import nn
 
 from autoprec.tasks import Task
@@ -127,6 +128,22 @@ def _abort() -> None:
     os.abort()
 
 
+def _fork_once() -> None:
+    """Go on twice, once in each process."""
+    if not _KEPT:
+        _KEPT.append(nn.Identity())
+        os.fork()
+
+
+def _start_a_session(path: str) -> None:
+    """Start a child that no signal to this process's group reaches."""
+    if not os.path.exists(path):
+        process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        with open(path, "w") as file:
+            file.write(str(process.pid))
+        process.returncode = 0
+
+
 class _Unpicklable(Exception):  # noqa: N818
     def __init__(self) -> None:
         super().__init__("a lambda inside")
@@ -150,6 +167,9 @@ _FAULTS: dict[str, Any] = {
     "exit": lambda: os._exit(3),
     "device assert": lambda: torch.zeros(2, device="cuda")[torch.tensor([5], device="cuda")].sum().item(),
     "unpicklable": _raise_unpicklable,
+    "mode": lambda name: MODES[name](),
+    "fork": _fork_once,
+    "session": _start_a_session,
 }
 
 

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -394,3 +395,32 @@ def test_a_loader_in_a_trial_starts_its_workers_as_the_platform_does(tmp_path: P
         assert worker.call(f"{file}:start_method", {}) == expected
         outcome = worker.run(FP32, SHORT, timeout_seconds=60)
     assert outcome.is_ok, outcome.message  # a forkserver's worker cannot pickle the lambda
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="Linux alone tells")
+def test_a_program_in_a_session_of_its_own_ends_with_its_worker(tmp_path: Path) -> None:
+    with Worker(source(f"always:session:{tmp_path / 'pid'}"), num_threads=1) as worker:
+        assert worker.run(FP32, SHORT, timeout_seconds=60).is_ok
+        pid = int((tmp_path / "pid").read_text())
+        assert is_running(pid)
+    assert ends_within(pid, seconds=20)
+
+
+@pytest.mark.slow
+def test_a_fork_server_that_was_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Worker(source(), num_threads=1) as worker:
+        worker.start()
+        stopped = forkserver._forkserver._forkserver_pid
+        os.kill(stopped, signal.SIGSTOP)
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        end = child._end_fork_server
+
+        def end_once() -> None:
+            monkeypatch.setattr(child, "ANSWER_SECONDS", 120.0)  # the next one has to load
+            end()
+
+        monkeypatch.setattr(child, "_end_fork_server", end_once)
+        monkeypatch.setattr(child, "ANSWER_SECONDS", 2.0)
+        assert worker.run(FP32, SHORT, timeout_seconds=120).is_ok
+    assert ends_within(stopped, seconds=10)
