@@ -66,7 +66,7 @@ class TaskOptions:
     batch_size: Annotated[int | None, option("Batch of the trials; 32, segmentation 8.", "--batch-size")] = None
     optimizer: Annotated[str, option("adamw, adam or sgd.", "--optimizer")] = "adamw"
     lr: Annotated[float, option("Learning rate.", "--lr")] = 1e-3
-    seed: Annotated[int, option("Start weights, batch order and samples.", "--seed", min=-MAX_SEED, max=MAX_SEED)] = 0
+    seed: Annotated[int, option("Start weights, batch order and samples.", "--seed")] = 0
     device: Annotated[str | None, option("cpu or cuda; cuda where there is one.", "--device")] = None
     gpu: Annotated[str, option("Target of computed and predicted numbers.", "--gpu")] = "a100"
     target_image_size: Annotated[int | None, option("Pixels of the real run; 224.", "--target-image-size")] = None
@@ -124,12 +124,14 @@ class TaskOptions:
         """Return seed and devices as the settings of a trial; `num_processes` GPUs train it together.
 
         Raises:
-            UsageError: no such device or GPU, or fewer GPUs than one.
+            UsageError: no such device or GPU, fewer GPUs than one, a seed that torch cannot take.
         """
         from autoprec.estimates.gpus import gpu_by_name
         from autoprec.search.plan import resolve_device
         from autoprec.trials.outcome import TrialSettings
 
+        if abs(self.seed) > MAX_SEED:
+            raise UsageError(f"seed: found {self.seed}; allowed: {-MAX_SEED} to {MAX_SEED}")
         if num_processes < 1:
             raise UsageError(f"GPUs per trial: {num_processes}; at least 1")
         device, gpu = resolve_device(self.device), gpu_by_name(self.gpu).name

@@ -161,6 +161,9 @@ def evidence_lines(policy: Policy) -> list[str]:
         found = policy.provenance
         where = found.device_name or f"{found.target_gpu or '?'} (not there: computed and predicted)"
         lines.append(f"found {found.created or '?'} for {where}, study {found.study_name or '?'}")
+        if "target_batch_size" in found.settings:
+            shape = found.settings.get("target_shape") or "its longest batch"
+            lines.append(f"memory and throughput at batch {found.settings['target_batch_size']}: {shape}")
     if policy.evidence is not None and policy.evidence.verification is not None:
         proof = policy.evidence.verification
         provable = "" if proof.provable_margin is None else f", smallest provable margin {proof.provable_margin:.3f}"

@@ -31,6 +31,7 @@ from autoprec.search.statistics import interval
 from autoprec.search.verification import Verification
 from autoprec.search.worth import Candidate
 from autoprec.tasks.options import training_options
+from autoprec.tasks.protocol import TargetShape
 from autoprec.trials.outcome import Outcome, TrialSettings
 
 __all__ = [
@@ -71,6 +72,7 @@ def exported_policy(
             study_name=plan.study_name,
             target=plan.target,
             target_is_here=plan.target_is_here,
+            shape=plan.task.target,
         ),
     )
 
@@ -213,9 +215,19 @@ def _units(plan: SearchPlan) -> list[str]:
 
 
 def build_provenance(
-    trial: TrialSettings, *, identity: Identity, task: str, study_name: str, target: str, target_is_here: bool
+    trial: TrialSettings,
+    *,
+    identity: Identity,
+    task: str,
+    study_name: str,
+    target: str,
+    target_is_here: bool,
+    shape: TargetShape | None = None,
 ) -> Provenance:
-    """Say where numbers come from: device or target, versions, settings."""
+    """Say where numbers come from: device or target, versions, settings, the batch and shape of the real run."""
+    settings = {k: v for k, v in identity.items() if isinstance(v, bool | int | float | str) or v is None}
+    if shape is not None:
+        settings |= {"target_batch_size": shape.batch_size, "target_shape": shape.description[:200]}
     return Provenance(
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         versions=versions(),
@@ -225,5 +237,5 @@ def build_provenance(
         emulated=not target_is_here,
         task=task,
         study_name=study_name,
-        settings={k: v for k, v in identity.items() if isinstance(v, bool | int | float | str) or v is None},
+        settings=settings,
     )

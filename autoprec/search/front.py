@@ -118,6 +118,7 @@ class Front(FrozenModel):
     target: str
     target_is_here: bool
     target_memory_bytes: float | None = None
+    target_gpu: str = ""
     min_gain: float = 0.03
     min_gain_with_scaler: float = 0.05
     present: str = AUTOCAST_BF16
@@ -145,6 +146,7 @@ class Front(FrozenModel):
                 min_gain=self.min_gain,
                 min_gain_with_scaler=self.min_gain_with_scaler,
                 capacity_bytes=self.target_memory_bytes,
+                gpu=self.target_gpu,
                 present=self.present,
             ),
             memory_budget_bytes=memory_budget_bytes,
@@ -232,6 +234,7 @@ def build_front(
         target=target,
         target_is_here=target_is_here,
         target_memory_bytes=worth.capacity_bytes,
+        target_gpu=worth.gpu,
         min_gain=worth.min_gain,
         min_gain_with_scaler=worth.min_gain_with_scaler,
         present=worth.present,

@@ -48,6 +48,7 @@ from autoprec.search.verification import RunStore, Verification, verify
 from autoprec.search.worth import PREFERENCES, Candidate, Prefer, Worth, in_order
 from autoprec.tasks.protocol import Task
 from autoprec.tasks.source import resolve_task
+from autoprec.trials.checking import RAISES_IN_AUTOCAST
 from autoprec.trials.isolation import isolated
 from autoprec.trials.outcome import TrialSettings
 from autoprec.trials.target import TargetFigures, estimate_figures
@@ -522,7 +523,7 @@ def _savings(plan: SearchPlan, study: SearchStudy, winner: Candidate) -> dict[st
 
 
 def _choose(plan: SearchPlan, candidates: Sequence[Candidate], verification: Verification) -> Choice:
-    return choose(
+    choice = choose(
         candidates,
         verification,
         prefer=plan.settings.prefer,
@@ -532,6 +533,11 @@ def _choose(plan: SearchPlan, candidates: Sequence[Candidate], verification: Ver
         memory_budget_bytes=plan.settings.memory_budget_bytes,
         is_quick=plan.settings.is_quick,
     )
+    raising = next((note for note in plan.notes if note.startswith(RAISES_IN_AUTOCAST)), None)
+    if choice.kind != "autocast" or raising is None:
+        return choice
+    told = f"{choice.sentence.removesuffix('.')}; but {raising}: apply the policy.json that was written instead."
+    return replace(choice, sentence=told)
 
 
 def _finish(

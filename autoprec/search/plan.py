@@ -179,6 +179,7 @@ class SearchPlan:
             self.settings.worth,
             capacity_bytes=self.capacity_bytes,
             memory_budget_bytes=self.settings.memory_budget_bytes,
+            gpu="" if self.target_is_here else self.trial.gpu,
             present=self.present,
         )
 

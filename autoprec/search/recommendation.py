@@ -17,8 +17,8 @@ from autoprec.trials.outcome import Outcome
 __all__ = ["Choice", "Telling", "choose", "order_of"]
 
 ChoiceKind = Literal["policy", "autocast", "fp32", "inconclusive", "unproved"]
-LAUNCH_BOUND = 0.5
-"""Share of a step's predicted time from which on it is told to be bound by launches."""
+LAUNCH_BOUND = 0.9
+"""Share of a step's predicted time that the host's launches take, from which on they are said to bind it."""
 MAX_TOLD = 3
 """Arms of which a sentence says what became of them."""
 

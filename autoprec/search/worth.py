@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from autoprec.errors import UsageError, did_you_mean
-from autoprec.estimates import RATIO_ERROR
+from autoprec.estimates import RATIO_ERROR, throughput_ratio_interval
 from autoprec.policy import Number, Policy
 from autoprec.search.arms import AUTOCAST_BF16, FP32, is_stock
 from autoprec.search.ratios import NO_RATIOS, Ratios, outcome_ratios
@@ -88,6 +88,7 @@ class Worth:
         min_memory_share: of the target's memory; a saving below it matters to nobody, and pays for no slowdown.
         capacity_bytes: the target's memory; None where it is unknown, so that every saving counts.
         memory_budget_bytes: what the wanted batch has to fit into, where that is less.
+        gpu: the target of predicted ratios, by which their interval is known; "" takes the widest error.
         present: name of the arm that the user runs today. Nobody changes a running training for nothing: it is left
             for FP32 only where it is slower or larger, and not for want of a gain over it.
     """
@@ -98,6 +99,7 @@ class Worth:
     min_memory_share: float = 0.01
     capacity_bytes: float | None = None
     memory_budget_bytes: float | None = None
+    gpu: str = ""
     present: str = ""
 
     def __post_init__(self) -> None:
@@ -119,25 +121,43 @@ class Worth:
         """
         needed = self.needed(candidate, other)
         saves = _memory(candidate, other, reference) <= 1 - needed and self._matters(candidate, other)
-        times, error = _speed(candidate, other, reference)
-        is_slower = times * (1 + error.measured) < 1 - self.min_stock_gain
+        times, low, noise = self._speed(candidate, other, reference)
+        is_slower = times * (1 + noise) < 1 - self.min_stock_gain
         if is_slower or saves:
             return saves
         if candidate.name == self.present and _memory(candidate, other, reference) <= 1 + self.min_stock_gain:
             return True
-        return times / (1 + error.total) >= 1 + needed
+        return low >= 1 + needed
 
     def beats(self, candidate: Candidate, other: Candidate, reference: Candidate) -> bool:
         """Whether a candidate is at least as good as another in both numbers and worth more: nobody takes that one.
 
         Between equally simple ones the smallest difference counts.
         """
-        memory, (times, _) = _memory(candidate, other, reference), _speed(candidate, other, reference)
+        memory, (times, _, _) = _memory(candidate, other, reference), self._speed(candidate, other, reference)
         if memory > 1 + 1e-9 or times < 1 - 1e-9:
             return False
         if candidate.simplicity <= other.simplicity:
             return memory < 1 - SAME or times > 1 + SAME
         return self.is_worth(candidate, other, reference)
+
+    def _speed(self, candidate: Candidate, other: Candidate, reference: Candidate) -> tuple[float, float, float]:
+        """Return throughput over the other's, its lower end, and the relative noise of what was measured.
+
+        A prediction errs in what FP32 and lower precisions reach of a GPU, by as much as published runs tell. Two lower
+        precisions predicted by one model err alike, so that their ratio has no such error.
+        """
+        own, others = (each.ratios(reference).throughput for each in (candidate, other))
+        times = _divided(own, others)
+        noise = max((_half_width(number) for number in (own, others) if number is not None), default=0.0)
+        is_predicted = any(number is not None and number.kind == "predicted" for number in (own, others))
+        if not is_predicted or bool(candidate.policy.low_precisions) == bool(other.policy.low_precisions):
+            return times, times / (1 + noise), noise
+        if not self.gpu:
+            return times, times / (1 + RATIO_ERROR), noise
+        if candidate.policy.low_precisions:
+            return times, throughput_ratio_interval(times, gpu=self.gpu)[0], noise
+        return times, 1 / throughput_ratio_interval(1 / times, gpu=self.gpu)[1], noise
 
     def _matters(self, candidate: Candidate, other: Candidate) -> bool:
         """Whether what is saved is worth having on this device, or makes the wanted batch fit."""
@@ -150,31 +170,9 @@ class Worth:
         return self.capacity_bytes is None or more.value - own.value >= self.min_memory_share * self.capacity_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Error:
-    """Relative errors of a ratio: what its measurement leaves open, and that with what a prediction leaves open."""
-
-    measured: float = 0.0
-    total: float = 0.0
-
-
 def _memory(candidate: Candidate, other: Candidate, reference: Candidate) -> float:
     """Return memory over the other's; 1 where they cannot be compared."""
     return _divided(candidate.ratios(reference).memory, other.ratios(reference).memory)
-
-
-def _speed(candidate: Candidate, other: Candidate, reference: Candidate) -> tuple[float, _Error]:
-    """Return throughput over the other's with its relative error.
-
-    A prediction errs in what FP32 and lower precisions reach of a GPU. Two lower precisions predicted by one model err
-    alike, so that their ratio has no such error.
-    """
-    own, others = (each.ratios(reference).throughput for each in (candidate, other))
-    times = _divided(own, others)
-    measured = max((_half_width(number) for number in (own, others) if number is not None), default=0.0)
-    is_predicted = any(number is not None and number.kind == "predicted" for number in (own, others))
-    across = bool(candidate.policy.low_precisions) != bool(other.policy.low_precisions)
-    return times, _Error(measured, (1 + measured) * (1 + (RATIO_ERROR if is_predicted and across else 0.0)) - 1)
 
 
 def _divided(number: Number | None, other: Number | None) -> float:
