@@ -133,8 +133,8 @@ def test_a_search_says_what_it_will_do_shows_progress_one_table_and_one_sentence
         assert words in text.replace("\n", " "), words
     assert "[1/6] fp32" in text
     assert "best so far" in text
-    assert "accuracy (proof)" in text
-    assert "Use the found policy (half everywhere)" in " ".join(text.split())
+    assert "score (proof)" in text
+    assert "Use the found policy (autocast FP16, blocks.*.conv, " in " ".join(text.split())
     assert "provisional" in text
     assert (Path("out") / "policy.json").exists()
     assert len(toy.order) > 6
@@ -249,7 +249,7 @@ def test_choose_recommends_again_for_a_budget_and_writes_the_policy(
     capsys.readouterr()
     assert run(monkeypatch, "choose", "out", "--prefer", "smallest", "--memory-budget", "1 GB", "-o", "small.json") == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Use the found policy (half everywhere)" in text
+    assert "Use the found policy (autocast BF16, blocks.*.conv, " in text
     assert "written: small.json" in text
     assert Policy.from_json(Path("small.json").read_text()).recommendation.prefer == "smallest"  # type: ignore[union-attr]
     assert run(monkeypatch, "choose", "out/front.json", "--memory-budget", "1MB", "--format", "json") == 3
@@ -271,7 +271,7 @@ def test_show_of_a_search_prints_the_front_with_picks_kinds_and_verdicts(
         for words in ("recommended", "smallest", "proved", "reference", "computed", "predicted", "emulated", "0.60x"):
             assert words in text, words
     assert run(monkeypatch, "show", "out/front.json", "--format", "json") == 0
-    assert json.loads(capsys.readouterr().out)["recommended"] == "half everywhere"
+    assert json.loads(capsys.readouterr().out)["recommended"].startswith("autocast BF16, blocks.*.conv, ")
 
 
 WRITTEN = Policy(default="autocast", modules={"norm": "fp16"})
@@ -295,7 +295,7 @@ def test_verify_proves_a_policy_written_by_hand_and_says_so_by_its_exit_code(
     toy._noise, toy._effect = noise, lambda policy: effect if policy.modules else 0.0
     assert run(monkeypatch, "verify", "policy.json", "--gpu", "v100") == code
     text = capsys.readouterr().out
-    for words in ("autocast fp16", "computed", "predicted", "accuracy (proof)", word, "provisional"):
+    for words in ("autocast fp16", "computed", "predicted", "score (proof)", word, "provisional"):
         assert words in text, words
     assert Policy.from_json(Path("policy.json").read_text()) == WRITTEN
 
@@ -374,7 +374,7 @@ def test_spaces_lists_what_comes_along_and_explains_one(
 
 
 def test_the_seconds_of_a_phase_add_up_over_the_runs() -> None:
-    progress = Progress(Console(file=io.StringIO()), SimpleNamespace(num_workers=2))  # type: ignore[arg-type]
+    progress = Progress(Console(file=io.StringIO()), SimpleNamespace(num_workers=2, task=tiny_task()))  # type: ignore[arg-type]
     for seed in range(3):
         progress.verification_finished("fp32", seed, Outcome(kind="crashed", phase_seconds={"training": 2.0}))
     shares = progress.shares(10.0)

@@ -109,7 +109,7 @@ def test_each_training_is_searched_and_trains_under_its_policy(name: str, tmp_pa
     task = load(name).task(**SMALL[name])
     proof = Proof(looks=(2,), num_steps=3, margin=0.5)
     result = search(task, tmp_path, storage, warmup=1, measured=2, proof=proof, n_trials=4)
-    assert [record.outcome.kind for record in result.records] == ["ok"] * 4
+    assert [record.outcome.kind for record in result.records if not record.is_cached] == ["ok"] * 4
     assert all(record.outcome.train_losses for record in result.records)
     policy = autoprec.load_policy(tmp_path / "policy.json")
     losses, metric = train(task, policy, num_steps=3)
