@@ -167,7 +167,7 @@ class Telling:
             return f"Stay with FP32: {self._why_fp32()}" if self.present is chosen else f"Use FP32: {self._why_fp32()}"
         verb = "Keep" if chosen is self.present else "Use"
         clause = f"{verb} {self.spoken(chosen)}{self.gains(chosen)}"
-        if chosen is self.present and len(self.candidates) > 2:
+        if chosen is self.present:
             share = f"{self.worth.min_gain:.0%}"
             clause += f"; nothing that was tried is faster than it by {share}, or saves {share} and {self._matters()}"
         return f"{clause}; {self.accuracy(chosen)}"
