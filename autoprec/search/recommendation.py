@@ -170,6 +170,9 @@ class Telling:
         if chosen is self.present:
             share = f"{self.worth.min_gain:.0%}"
             clause += f"; nothing that was tried is faster than it by {share}, or saves {share} and {self._matters()}"
+        own, other = self._verdict(chosen), self._verdict(self.present)
+        if own is not None and other is not None and own.skip_rate < other.skip_rate:
+            clause += f"; its grad scaler skips {own.skip_rate:.1%} of the steps, that one's {other.skip_rate:.1%}"
         return f"{clause}; {self.accuracy(chosen)}"
 
     def gains(self, chosen: Candidate) -> str:

@@ -190,6 +190,7 @@ def test_of_equal_arms_the_one_that_skips_fewer_steps_is_recommended_and_its_sca
     )
     assert found.name == scaled.name
     assert "plain autocast FP16, init_scale=4096" in found.sentence
+    assert "its grad scaler skips 0.0% of the steps, that one's 10.0%" in found.sentence
 
 
 def test_an_open_policy_is_never_recommended_and_is_named() -> None:
