@@ -213,8 +213,6 @@ def build_front(
         largest: name -> the largest batch in the budget, where there is one.
     """
     reference = next(c for c in candidates if c.name == FP32)
-    proof, learned = verification.proof, verification.learned
-    gain = None if learned is None else learned.metric
     picks = {
         prefer: choose(
             candidates,
@@ -244,24 +242,7 @@ def build_front(
         prefer=choice.prefer,
         picks={prefer: pick.name for prefer, pick in picks.items() if pick.kind != "inconclusive"},
         memory_budget_bytes=memory_budget_bytes,
-        proof=FrontProof(
-            margin=proof.margin,
-            max_lost_share=proof.max_lost_share,
-            loss_margin=proof.loss_margin,
-            looks=list(proof.looks),
-            num_steps=verification.num_steps,
-            metric=verification.metric.name,
-            higher_is_better=verification.metric.higher_is_better,
-            learned=None if gain is None else _written(gain.interval),
-            start=0.0 if gain is None else gain.start,
-            is_sensitive=None if learned is None else learned.is_shown,
-            num_steps_needed=verification.num_steps_needed,
-            alpha=proof.alpha,
-            arm_share=proof.arm_share,
-            num_seeds=verification.num_seeds,
-            provable_margin=verification.provable_margin,
-            noise=verification.noise,
-        ),
+        proof=_front_proof(verification),
         front=[
             Member(
                 name=c.name,
@@ -278,6 +259,29 @@ def build_front(
             )
             for c in candidates
         ],
+    )
+
+
+def _front_proof(verification: Verification) -> FrontProof:
+    proof, learned = verification.proof, verification.learned
+    gain = None if learned is None else learned.metric
+    return FrontProof(
+        margin=proof.margin,
+        max_lost_share=proof.max_lost_share,
+        loss_margin=proof.loss_margin,
+        looks=list(proof.looks),
+        num_steps=verification.num_steps,
+        metric=verification.metric.name,
+        higher_is_better=verification.metric.higher_is_better,
+        learned=None if gain is None else _written(gain.interval),
+        start=0.0 if gain is None else gain.start,
+        is_sensitive=None if learned is None else learned.is_shown,
+        num_steps_needed=verification.num_steps_needed,
+        alpha=proof.alpha,
+        arm_share=proof.arm_share,
+        num_seeds=verification.num_seeds,
+        provable_margin=verification.provable_margin,
+        noise=verification.noise,
     )
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from autoprec.tasks import TargetShape, Task
 
-__all__ = ["BATCH", "digits_task"]
+__all__ = ["BATCH", "FaintGradient", "digits_task"]
 
 WIDTH = 24
 BATCH = 32
@@ -57,7 +57,7 @@ class LoudLinear(nn.Linear):
             self.weight.mul_(2e5)
 
 
-class _Faint(torch.autograd.Function):
+class FaintGradient(torch.autograd.Function):
     """The identity, whose gradient passes through values too small for FP16 even under the largest loss scale."""
 
     @staticmethod
@@ -73,7 +73,7 @@ class FaintLinear(nn.Linear):
     """A bottleneck whose gradients vanish in FP16: it and all before it are left as they were at the start."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _Faint.apply(super().forward(x))
+        y: torch.Tensor = FaintGradient.apply(super().forward(x))
         return y
 
 

@@ -16,7 +16,7 @@ from horizon_parts.table import correlation, count, lengthened
 from horizon_parts.tasks import TASKS
 from horizon_parts.verdicts import END, Horizon, Rule
 
-from autoprec.apply import apply_policy
+from autoprec.apply import applied_policy, apply_policy, remove_policy
 from autoprec.policy import Number
 from autoprec.search.metric import Metric
 from autoprec.search.proof import Proof
@@ -107,5 +107,8 @@ def test_the_rank_correlation_is_that_of_the_order_at_the_end() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_policy_fits_its_network(task: str) -> None:
+    model = TASKS[task]().model()
     for policy in policies_of(task).values():
-        apply_policy(TASKS[task]().model(), policy)
+        applied = apply_policy(model, policy)
+        assert applied_policy(applied) is not None
+        remove_policy(applied)
