@@ -385,7 +385,7 @@ def _prove(
 ) -> tuple[list[Candidate], Verification]:
     """Return the arms of the proof, with what the revert pass added, and their verification."""
     prove = _Prover(plan, study, measure, events, deadline)
-    scaler = None if plan.target_is_here else _late_scaler(candidates_of(study, plan, lessons), prove, lessons, events)
+    scaler = _late_scaler(candidates_of(study, plan, lessons), prove, lessons, events)
     refuted: list[Candidate] = []
     for _ in range(MAX_ROUNDS):
         candidates = [_rescaled(c, scaler, study) for c in candidates_of(study, plan, lessons, refuted)]
@@ -405,7 +405,7 @@ def _late_scaler(candidates: Sequence[Candidate], prove: _Prover, lessons: Lesso
     Not where time is measured: there FP32 has to run beside the arms.
     """
     scaled = next((c for c in candidates if is_scaled(c.name) and c.policy.grad_scaler is not None), None)
-    if scaled is None or scaled.policy.grad_scaler is None:
+    if scaled is None or scaled.policy.grad_scaler is None or _is_timed(candidates):
         return None
     reference = next(c for c in candidates if c.name == FP32)
     window = end_window(prove([reference], [FP32]), lessons.profile)
@@ -446,7 +446,9 @@ class _Prover:
         self._shares = Shares(plan.settings.proof, study.study)
         self._metric = metric_of(plan.task)
 
-    def __call__(self, candidates: Sequence[Candidate], order: Sequence[str]) -> Verification:
+    def __call__(
+        self, candidates: Sequence[Candidate], order: Sequence[str], *, may_lengthen: bool = True
+    ) -> Verification:
         return verify(
             [Contender(c.name, c.policy, c.key) for c in candidates],
             self._measure,
@@ -458,7 +460,15 @@ class _Prover:
             metric=self._metric,
             events=self._events,
             deadline=self._deadline,
+            is_timed=_is_timed(candidates),
+            may_lengthen=may_lengthen,
         )
+
+
+def _is_timed(candidates: Sequence[Candidate]) -> bool:
+    """Whether throughput is measured, so that arms and FP32 have to run side by side."""
+    numbers = (c.outcome.throughput_samples_per_second for c in candidates)
+    return any(number is not None and number.kind == "measured" for number in numbers)
 
 
 def with_ratios(candidates: Sequence[Candidate], verification: Verification) -> list[Candidate]:
@@ -484,7 +494,7 @@ def _revert(
 
     def prove(name: str, policy: Policy) -> tuple[Candidate, Verification]:
         arm = Candidate(name, policy, study.parameters.key(policy), reference.outcome)
-        found = prover([reference, arm], [FP32, name])  # behind FP32 in the order: the first look alone
+        found = prover([reference, arm], [FP32, name], may_lengthen=False)  # behind FP32: the first look alone
         outcome = next(iter(found.outcomes[name].values()), reference.outcome)
         return replace(arm, outcome=outcome, paired=found.ratios(name)), found
 

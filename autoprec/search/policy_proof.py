@@ -277,6 +277,7 @@ def _train(plan: _Plan, measure: Measure, store: RunStore, events: Events) -> Ve
         metric=metric_of(plan.task),
         events=events,
         check_reference=require_reference,
+        is_timed=torch.device(plan.trial.device).type != "cpu",
     )
 
 

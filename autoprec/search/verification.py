@@ -174,13 +174,15 @@ def verify(
     events: Events,
     check_reference: Callable[[Outcome], None] | None = None,
     deadline: float | None = None,
+    is_timed: bool = False,
+    may_lengthen: bool = True,
 ) -> Verification:
     """Train the contenders, FP32 among them, until the best that is proved is known or the seeds are used up.
 
-    FP32 alone decides how long the runs are; an arm is trained only at the length at which FP32's gain shows, so that
-    its verdict has one length. All contenders of a stage are trained to the first look; after it only open ones that
-    would be used if they were proved. Where such are left at the end, FP32 is run against itself to tell noise from
-    harm. Runs that the store holds are not made again.
+    FP32 decides how long the runs are; an arm is trained only at a length at which FP32's gain shows. Where there the
+    metric of no arm differs from FP32's at all, the runs are made longer, too. All contenders of a stage are trained to
+    the first look; after it only open ones that would be used if they were proved. Where such are left at the end, FP32
+    is run against itself to tell noise from harm. Runs that the store holds are not made again.
 
     Args:
         shares: hands out the error; the arms in `order` are planned with it.
@@ -189,19 +191,51 @@ def verify(
         check_reference: is given each new outcome of FP32 and raises where nothing can be compared with it; None leaves
             the arms open.
         deadline: `time.monotonic()` after which no run begins; None for no end.
+        is_timed: whether throughput is measured, so that FP32 has to run beside the arms.
+        may_lengthen: whether runs in which no arm's metric differs from FP32's are made longer, too.
     """
-    runs = _Runs(measure, proof, trial_settings, store, events, check_reference, deadline)
+    runs = _Runs(measure, proof, trial_settings, store, events, check_reference, deadline, is_timed)
     reference = next(c for c in contenders if c.name == FP32)
     stages = _stages(contenders, order)
     history = _lengthen(runs, reference, stages[0], metric=metric)
-    verdicts = {reference.name: Verdict("reference", None, "the reference of the comparison")}
-    stages = stages if history[-1].is_shown else []
+    while True:
+        verdicts = {reference.name: Verdict("reference", None, "the reference of the comparison")}
+        if not history[-1].is_shown:
+            untold = _untold(runs, reference, history[-1])
+            verdicts |= {c.name: untold for c in contenders if c is not reference}
+            break
+        verdicts |= _judged(runs, stages, reference, verdicts, shares=shares, order=order, metric=metric)
+        longer = runs.num_steps * 2
+        if not may_lengthen or longer > proof.max_steps or not _never_differs(runs, contenders, reference, metric):
+            break
+        if not runs.have_time(longer, len(stages[0])):
+            break
+        runs.num_steps = longer
+        history = _lengthen(runs, reference, stages[0], metric=metric)
+    if history[-1].is_shown and better_but_open(order, verdicts):
+        runs.make([_perturbed(reference)], proof.looks[0], reference)
+    outcomes = {c.name: runs.of(c) for c in contenders}
+    return Verification(proof, verdicts, outcomes, _noise(runs, reference), metric, history, runs.why_ended)
+
+
+def _judged(
+    runs: _Runs,
+    stages: Sequence[Sequence[Contender]],
+    reference: Contender,
+    verdicts: Mapping[str, Verdict],
+    *,
+    shares: Shares,
+    order: Sequence[str],
+    metric: Metric,
+) -> dict[str, Verdict]:
+    """Train the stages at the length of now until the best that is proved is known; return the verdicts."""
+    found, proof = dict(verdicts), runs.proof
     for stage in stages:
-        if len(verdicts) > 1 and not {c.name for c in stage} & set(better_but_open(order, verdicts)):
+        if len(found) > 1 and not {c.name for c in stage} & set(better_but_open(order, found)):
             break
         shares.plan(c.key for name in order for c in stage if c.name == name and c is not reference)
         for look, num_seeds in enumerate(proof.looks):
-            wanted = set(better_but_open(order, verdicts)) if look else {c.name for c in stage}
+            wanted = set(better_but_open(order, found)) if look else {c.name for c in stage}
             still_open = [c for c in stage if c is reference or c.name in wanted]
             if look and len(still_open) == 1:
                 break
@@ -210,17 +244,28 @@ def verify(
             turn = shares.in_turn(c.key for c in still_open)
             for contender in sorted(still_open, key=lambda c: turn.index(c.key)):
                 level = shares.level(contender.key)
-                known = runs.known
-                verdict = judge(contender, reference, known, num_seeds, proof, metric, learned, level=level)
+                verdict = judge(contender, reference, runs.known, num_seeds, proof, metric, learned, level=level)
                 shares.settle(contender.key, verdict)
-                verdicts[contender.name] = verdict
-    if not stages:
-        untold = _untold(runs, reference, history[-1])
-        verdicts |= {c.name: untold for c in contenders if c is not reference}
-    elif better_but_open(order, verdicts):
-        runs.make([_perturbed(reference)], proof.looks[0], reference)
-    outcomes = {c.name: runs.of(c) for c in contenders}
-    return Verification(proof, verdicts, outcomes, _noise(runs, reference), metric, history, runs.why_ended)
+                found[contender.name] = verdict
+    return found
+
+
+def _never_differs(runs: _Runs, contenders: Sequence[Contender], reference: Contender, metric: Metric) -> bool:
+    """Whether the metric of every arm equals FP32's on every seed, to the last digit: all predict one class.
+
+    Such a metric tells nothing of any arm, whatever its gain over the start. One that is perfect cannot differ either,
+    and longer runs would change nothing.
+    """
+    own = runs.of(reference)
+    arms = [runs.of(c) for c in contenders if c is not reference]
+    pairs = [(arm[index].accuracy, own[index].accuracy) for arm in arms for index in arm.keys() & own.keys()]
+    is_perfect = all(fp32 is not None and fp32.value == 1.0 for _, fp32 in pairs)
+    return (
+        not metric.is_loss
+        and bool(pairs)
+        and not is_perfect
+        and all(a is not None and b is not None and a.value == b.value for a, b in pairs)
+    )
 
 
 def _lengthen(runs: _Runs, reference: Contender, stage: Sequence[Contender], *, metric: Metric) -> list[Sensitivity]:
@@ -234,9 +279,13 @@ def _lengthen(runs: _Runs, reference: Contender, stage: Sequence[Contender], *, 
     """
     history: list[Sensitivity] = []
     lengths = list(runs.proof.lengths)
-    beside = stage if runs.measures_time else [reference]
+    begun = max((steps for steps in lengths if steps <= runs.num_steps or runs.holds(reference, steps)), default=0)
+    beside = stage if runs.is_timed else [reference]
     for num_steps, longer in itertools.zip_longest(lengths, lengths[1:]):
         runs.num_steps = num_steps
+        if num_steps < begun and runs.holds(reference, num_steps):  # an earlier round went on from here
+            history.append(runs.learned(reference, runs.proof.looks[0], metric))
+            continue
         runs.make(beside, runs.proof.looks[0], reference)
         history.append(runs.learned(reference, runs.proof.looks[0], metric))
         if history[-1].is_shown or runs.ended(reference) is not None:
@@ -275,16 +324,14 @@ class _Runs:
         events: Events,
         check_reference: Callable[[Outcome], None] | None,
         deadline: float | None,
+        is_timed: bool,
     ) -> None:
+        self.is_timed = is_timed
         self.proof, self.num_steps, self.why_ended = proof, proof.num_steps, ""
         self._measure, self._trial_settings = measure, trial_settings
         self._store, self._events, self._check_reference = store, events, check_reference
         self._deadline = deadline
         self._all = store.outcomes()
-
-    @property
-    def measures_time(self) -> bool:
-        return self._trial_settings.device.partition(":")[0] != "cpu"
 
     @property
     def known(self) -> dict[tuple[str, int], Outcome]:
@@ -293,6 +340,10 @@ class _Runs:
 
     def of(self, contender: Contender) -> dict[int, Outcome]:
         return {index: o for (key, index), o in sorted(self.known.items()) if key == contender.key}
+
+    def holds(self, contender: Contender, num_steps: int) -> bool:
+        """Whether any run of that length is there."""
+        return any(steps == num_steps and key == contender.key for steps, key, _ in self._all)
 
     def ended(self, contender: Contender) -> Outcome | None:
         """Return a run that gave no numbers; None where all did."""

@@ -124,6 +124,15 @@ def test_a_metric_that_never_differs_needs_a_loss_that_fp32_lowered(tmp_path: Pa
     assert "never differs" in not_lowered.verdicts["trial 7"].reason
 
 
+def test_runs_in_which_no_arm_ever_differs_are_made_longer_and_perfect_ones_are_not(tmp_path: Path) -> None:
+    """A language model that predicts the most frequent character has FP32's accuracy to the last digit."""
+    found = prove(tmp_path / "a", learner(0.17, noise=0.0), proof=RELATIVE)
+    assert (found.num_steps, [each.num_steps for each in found.history]) == (320, [40, 80, 160, 320])
+    again = prove(tmp_path / "a", FakeMeasure(stop_at=1), proof=RELATIVE)  # all is there, and the length as it was
+    assert again.verdicts == found.verdicts
+    assert prove(tmp_path / "b", learner(0.9, noise=0.0), proof=RELATIVE).num_steps == 40
+
+
 def test_a_policy_that_learns_nothing_is_not_proved_beside_an_fp32_that_learned_a_little(tmp_path: Path) -> None:
     """A long warm-up: FP32 goes from .41 to .52, the policy flushes all gradients and stays at .41."""
 

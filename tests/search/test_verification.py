@@ -52,7 +52,7 @@ def prove(
     measure: Measure,
     contenders: list[Contender] = CONTENDERS,
     order: list[str] = ORDER,
-    device: str = "cpu",
+    is_timed: bool = False,
     proof: Proof = PROOF,
 ) -> Verification:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -61,7 +61,8 @@ def prove(
         contenders,
         measure,
         proof=proof,
-        trial_settings=TrialSettings(seed=5, device=device),
+        trial_settings=TrialSettings(seed=5),
+        is_timed=is_timed,
         store=store,
         shares=Shares(proof, store.study),
         order=[name for name in order if name in [c.name for c in contenders]],
@@ -259,7 +260,7 @@ def test_fp32_alone_needs_one_look(tmp_path: Path) -> None:
 
 def test_where_time_is_measured_the_arms_run_beside_fp32_in_another_order_on_each_seed(tmp_path: Path) -> None:
     measure = FakeMeasure(noise=0.001)
-    prove(tmp_path, measure, device="cuda")
+    prove(tmp_path, measure, is_timed=True)
     texts = {c.policy.to_json(): c.name for c in CONTENDERS}
     assert [texts[text] for text, _ in measure.order[:6]] == [
         "fp32",
