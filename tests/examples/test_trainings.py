@@ -40,6 +40,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "two_losses": {"width": 8, "batch_size": 64},
     "gnn": {"width": 8, "num_nodes": 32, "num_graphs": 4},
     "state_space": {"width": 4, "num_states": 2, "length": 6, "batch_size": 8},
+    "detector": {"width": 4, "num_batches": 5, "batch_size": 8},
+    "diffusion": {"width": 4, "image_size": 8, "batch_size": 64},
 }
 
 
