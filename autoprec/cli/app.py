@@ -9,6 +9,7 @@ import importlib
 import inspect
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -116,12 +117,19 @@ def main() -> None:
 
 
 def _check_arguments() -> None:
-    """Refuse bytes that are no text: they could be written neither into a file nor to a terminal.
+    """Refuse what no command can take: bytes that are no text, which neither a file nor a terminal takes, and nothing.
+
+    Typer makes the working folder of an empty path.
 
     Raises:
         UsageError: the argument is named.
     """
     for number, argument in enumerate(sys.argv[1:], start=1):
+        if not argument:
+            after = f", after {sys.argv[number - 1][:80]}" if number > 1 else ""
+            raise UsageError(f"argument {number}{after}: it is empty; leave it out, or give a value")
+        if re.fullmatch(r"--[a-z][a-z-]*=", argument):
+            raise UsageError(f"argument {number}, {argument[:80]}: its value is empty; leave it out, or give one")
         try:
             argument.encode()
         except UnicodeEncodeError:

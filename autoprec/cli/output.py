@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,10 +52,20 @@ def check_format(name: str) -> None:
 def check_folder(path: Path | None) -> None:
     """Refuse an output folder that cannot be made, before there is anything to write into it.
 
+    A working folder that somebody has removed is left for the root: oneMKL ends a process that loads it there.
+
     Raises:
-        UsageError: a file is in its way.
+        UsageError: a file is in its way, or it would lie in a working folder that is gone.
         OSError: its name is too long.
     """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        if path is None or not path.is_absolute():
+            raise UsageError(
+                "the working folder is not there any more; go to another one, or give -o /WHOLE/PATH"
+            ) from None
+        os.chdir("/")
     if path is None:
         return
     there = next(each for each in (path, *path.parents, Path("/")) if each.exists())

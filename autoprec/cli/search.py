@@ -62,12 +62,12 @@ def _search(
     output: Annotated[Path | None, option("Folder for the files.", "-o", "--output")] = None,
     format: Annotated[str, option("text or json.", "--format")] = "text",
 ) -> None:
+    started = time.perf_counter()
+    check_format(format)
+    check_folder(output)  # before torch is loaded
     from autoprec.trials.lifeline import follow_parent
 
-    started = time.perf_counter()
     follow_parent()  # the proof of a search on an engine
-    check_format(format)
-    check_folder(output)
     if not engine.is_local:
         if devices is not None:
             raise UsageError(f"--devices: not with --engine {engine.engine}, which gives each worker its own")

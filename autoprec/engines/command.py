@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from autoprec.trials.lifeline import as_parent
 
@@ -27,7 +28,9 @@ LEAVING_SECONDS = 60.0
 that is preempted or cancelled, and SIGKILL after its KillWait, 30 s where nobody has set it (slurm.conf(5))."""
 NUM_LINES = 30
 """Last lines of stderr that come back."""
+POLL_SECONDS = 0.1
 STOP_SECONDS = 10.0
+"""For which a command that is told to end, or killed, may take; what it started may hold its stderr as long."""
 
 
 class WorkerLostError(RuntimeError):
@@ -88,12 +91,15 @@ class Command:
         raise WorkerLostError(f"{what} ended the worker {MAX_LOST} times\n{finished.stderr}")
 
     def stop(self) -> None:
-        """Let the running trial go, so that another worker runs it again."""
+        """Let the running trial go, so that another worker runs it again; kill a command that does not end."""
         self._is_stopped = True
-        if self._process is not None:
-            self._process.terminate()
+        if self._process is None:
+            return
+        for end in (self._process.terminate, self._process.kill):
+            end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
+                return
 
     def checkpoint(self) -> object:
         """Say what submitit is to run when it queues the job again: the same, since the study holds all there is."""
@@ -123,14 +129,12 @@ class Command:
                     errors="replace",
                 )
             self._process = process
-            assert process.stderr is not None
+            reader = threading.Thread(target=_pass_on, args=(process.stderr, last), daemon=True)
             try:
-                with process.stderr:
-                    for line in process.stderr:
-                        last.append(line)
-                        sys.stderr.write(line)
-                        sys.stderr.flush()
-                code = process.wait()
+                reader.start()
+                while (code := process.poll()) is None:  # as long as the search: the engine's limit, or a user, ends it
+                    time.sleep(POLL_SECONDS)  # wait() would keep the lock that stop() needs in a signal's handler
+                reader.join(STOP_SECONDS)
             except BaseException:  # the engine cancels the job
                 self.stop()
                 raise
@@ -138,4 +142,13 @@ class Command:
             text = stdout.read()
         if not self.returns_files:
             print(text, end="", flush=True)
-        return Finished(code, text, "".join(last))
+        return Finished(code, text, "".join(list(last)))
+
+
+def _pass_on(stderr: IO[str], last: collections.deque[str]) -> None:
+    """Write what comes to this process's stderr, and keep the last lines, until nobody holds the pipe."""
+    with stderr:
+        for line in stderr:
+            last.append(line)
+            sys.stderr.write(line)
+            sys.stderr.flush()

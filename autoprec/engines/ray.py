@@ -15,6 +15,8 @@ __all__ = ["RayEngine"]
 
 MAX_RETRIES = 3
 """Times that Ray runs a task again whose node or process was lost."""
+FETCH_SECONDS = 60.0
+"""For which the result of a task that is done may take to come: its node may be gone since."""
 
 
 class RayEngine:
@@ -72,7 +74,7 @@ class _RayJob:
 
     def result(self) -> Finished:
         try:
-            finished: Finished = self._ray.get(self._reference)
+            finished: Finished = self._ray.get(self._reference, timeout=FETCH_SECONDS)
         except self._ray.exceptions.RayError as error:
             raise LostJobError(str(error).strip().splitlines()[-1]) from None
         return finished

@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -27,6 +28,8 @@ __all__ = ["alone", "alone_on_server", "in_turn"]
 
 TURN_SECONDS = 300
 """How long a process waits for its turn to take a trial: the longest is the profile of a task."""
+LOOK_SECONDS = 0.02
+"""Between two looks at a locked file: the system has no wait for one that ends by itself."""
 
 
 @contextlib.contextmanager
@@ -74,12 +77,13 @@ def in_turn(storage: BaseStorage, study_name: str, *, purpose: str = "turn") -> 
             with _let_go_of(connection, key):
                 yield
     elif isinstance(storage, RDBStorage) and os.name == "posix":
-        import fcntl
-
         path = _lock_file(storage.url, study_name)
         with _open(path.with_stem(f"{path.stem}.{purpose}")) as file:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+            ends = time.monotonic() + TURN_SECONDS
+            while not _lock(file):
+                if time.monotonic() >= ends:
+                    raise _turn_error(study_name)
+                time.sleep(LOOK_SECONDS)
             yield
     else:
         yield
@@ -122,9 +126,11 @@ def _wait(connection: Connection, key: int, study_name: str) -> None:
     except OperationalError as error:
         if getattr(error.orig, "sqlstate", "") != "55P03":  # lock_not_available, from PostgreSQL's appendix A
             raise
-        raise StudyError(
-            f"another worker of {study_name} has kept the others from taking a trial for {TURN_SECONDS} s"
-        ) from None
+        raise _turn_error(study_name) from None
+
+
+def _turn_error(study_name: str) -> StudyError:
+    return StudyError(f"another worker of {study_name} has kept the others from taking a trial for {TURN_SECONDS} s")
 
 
 @contextlib.contextmanager

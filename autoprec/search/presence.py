@@ -31,6 +31,8 @@ HEARTBEAT = "autoprec:heartbeat_seconds"
 HEARTBEAT_SECONDS = 15
 """Between two signs of life in the database; after `GRACE` of them without one a trial counts as lost."""
 GRACE = 4
+LEAVE_SECONDS = 10.0
+"""For which the last sign of life may take to be written."""
 ENDED = ("Z", "X", "x")
 """States of a process that has ended, and that its parent has not waited for yet; in a container often nobody does.
 Their letters are from proc(5)."""
@@ -151,7 +153,7 @@ class Presence:
     def close(self) -> None:
         self._stopped.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(LEAVE_SECONDS)  # a database that does not answer holds it, and it holds nothing
 
     def __enter__(self) -> Self:
         return self

@@ -24,6 +24,8 @@ from autoprec.trials.outcome import Outcome, TrialSettings
 __all__ = ["Group", "check_group", "merge"]
 
 MAX_STDERR = 4_000
+END_SECONDS = 10.0
+"""For which a killed group may take to be gone."""
 
 
 def check_group(task: Task, settings: TrialSettings) -> None:
@@ -108,7 +110,8 @@ class Group:
             return None
         finally:
             self.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # a driver that does not answer keeps even a killed process
+                self._process.wait(END_SECONDS)
 
 
 def merge(outcomes: Sequence[Outcome]) -> Outcome:

@@ -161,6 +161,36 @@ def test_a_command_that_is_interrupted_takes_its_process_along(tmp_path: Path, m
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+def test_a_command_that_leaves_a_process_with_its_stderr_behind_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_module, "STOP_SECONDS", 0.5)
+    asked = command("sleep 20 & echo $! > pid; echo wrong >&2; exit 2", tmp_path, monkeypatch, returns_files=True)
+    started = time.monotonic()
+    finished = asked()
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert (finished.exit_code, finished.stderr) == (2, "wrong\n")
+    assert time.monotonic() - started < 10
+
+
+def test_a_command_that_does_not_end_when_it_is_told_to_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_module, "STOP_SECONDS", 0.5)
+    script = "trap '' TERM; echo $$ > pid; for i in $(seq 200); do sleep 0.1; done"
+    asked = command(script, tmp_path, monkeypatch, returns_files=True)
+
+    def stop() -> None:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.02)
+        asked.stop()
+
+    threading.Thread(target=stop).start()
+    started = time.monotonic()
+    assert asked().exit_code == -signal.SIGKILL
+    assert time.monotonic() - started < 10
+
+
 def test_the_files_of_a_command_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finished = command(
         'for last; do :; done; echo "{}" > "$last/policy.json"', tmp_path, monkeypatch, returns_files=True

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from optuna.storages import RDBStorage
 
 from autoprec.errors import StudyError
 from autoprec.policy import write_atomically
-from autoprec.search.locks import alone
+from autoprec.search import locks
+from autoprec.search.locks import alone, in_turn
 
 SERVER = "postgresql://me:s3cret@host/db"
 
@@ -102,3 +107,26 @@ def test_a_name_as_long_as_the_system_takes_is_written(output: Path) -> None:
     write_atomically(path := output / ("n" * 250 + ".json"), "{}")
     assert path.read_text() == "{}"
     assert list(output.iterdir()) == [path]
+
+
+def test_a_turn_that_another_process_keeps_is_not_waited_for_without_end(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "TURN_SECONDS", 0.3)
+    storage = RDBStorage(f"sqlite:///{output}/study.db")
+    holds = (
+        "import sys; from optuna.storages import RDBStorage; from autoprec.search.locks import in_turn\n"
+        "with in_turn(RDBStorage(sys.argv[1]), 's'): print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", holds, storage.url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        os.kill(holder.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(StudyError, match="has kept the others from taking a trial"), in_turn(storage, "s"):
+                pass
+        finally:
+            holder.kill()
+    with in_turn(storage, "s"):
+        pass
