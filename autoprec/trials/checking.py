@@ -277,6 +277,7 @@ class _Check:
         kind = self.device.type
         if not torch.amp.is_autocast_available(kind):
             return
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # half may overflow in running statistics
         with torch.no_grad(), emulate() if kind == "cpu" else contextlib.nullcontext():
             for _, compute_loss in self.task.trained_losses:
                 try:
@@ -286,6 +287,8 @@ class _Check:
                     lacks_kernel = kind == "cpu" and "not implemented for" in str(error)  # says nothing of a GPU
                     if not is_out_of_memory(error) and not lacks_kernel:
                         self.note(f"{RAISES_IN_AUTOCAST}: {explain(error).removeprefix('raised ')}")
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
     def _parameters(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

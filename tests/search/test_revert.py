@@ -17,7 +17,7 @@ from autoprec.search.proof import Proof
 from autoprec.search.ratios import paired_ratios
 from autoprec.search.revert import give_back, savings
 from autoprec.search.verification import Verification
-from autoprec.search.worth import Candidate
+from autoprec.search.worth import Candidate, Worth
 from autoprec.trials.outcome import Outcome, TrialSettings
 from autoprec.trials.target import TargetFigures
 
@@ -101,13 +101,14 @@ def test_a_search_gives_back_what_its_winner_keeps_for_nothing_and_a_resumed_one
         return "non_finite_loss" if policy.low_precisions and policy.modules.get("norm") != "fp32" else None
 
     measure = FakeMeasure(noise=0.001, fail=fail)
-    result = run_search(tiny_plan(tmp_path / "run", n_trials=6), measure)
+    every_gain = Worth(min_memory_share=0.0)
+    result = run_search(tiny_plan(tmp_path / "run", n_trials=6, worth=every_gain), measure)
     verdicts = {name: verdict.kind for name, verdict in result.verification.verdicts.items()}
     assert [kind for name, kind in verdicts.items() if name.endswith("norm given back")] == ["refuted"]
     assert result.choice.name.endswith("head given back")
     assert names_in_fp32(result.policy) == {"norm"}
     again = FakeMeasure(noise=0.001, fail=fail)
-    repeated = run_search(tiny_plan(tmp_path / "run", n_trials=6), again)
+    repeated = run_search(tiny_plan(tmp_path / "run", n_trials=6, worth=every_gain), again)
     assert again.order == []
     assert repeated.choice == result.choice
 
@@ -128,7 +129,7 @@ def test_the_intervals_of_measured_ratios_hold_for_the_arms_of_the_pass_too(
         value = throughput.value * (1 + 1e-4 * (settings.seed % 7) * len(policy.modules))
         return outcome.model_copy(update={"throughput_samples_per_second": Number(value=value, kind="measured")})
 
-    result = run_search(tiny_plan(tmp_path, n_trials=6), measure)
+    result = run_search(tiny_plan(tmp_path, n_trials=6, worth=Worth(min_memory_share=0.0)), measure)
     tried = next(c for c in result.candidates if c.name.endswith("head given back"))
     num_arms = sum(len(runs) > 0 for runs in result.verification.outcomes.values()) - 1
     assert num_arms >= 2

@@ -276,7 +276,7 @@ def test_where_the_proof_refutes_autocast_a_policy_need_no_more_be_better_than_i
             outcome = super().__call__(policy, settings)
             return Outcome(kind="non_finite_loss", message="as asked") if is_harmed else outcome
 
-    result = run(tmp_path, LateHarm(noise=0.001), n_trials=6)
+    result = run(tmp_path, LateHarm(noise=0.001), n_trials=6, worth=Worth(min_memory_share=0.0))
     assert result.verification.verdicts["autocast fp16"].kind == "refuted"
     assert result.choice.kind == "policy"
     assert result.policy.modules["norm"] == "fp32"

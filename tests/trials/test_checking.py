@@ -411,3 +411,27 @@ def test_a_loss_that_plain_autocast_refuses_is_noted_and_trains_under_a_policy()
     assert notes[0].startswith(f"{RAISES_IN_AUTOCAST}: RuntimeError: binary_cross_entropy is banned")
     outcome = run_trial(small_task(loss=loss), Policy(default="autocast", dtype="fp16"), SETTINGS)
     assert outcome.is_ok, outcome.message
+
+
+class Cubed(nn.Module):
+    """Running statistics of values that overflow in FP16, and not in FP32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        nn.init.constant_(self.up.weight, 300.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        return self.head(self.norm(y * y * y))
+
+
+def test_the_look_at_plain_autocast_leaves_running_statistics_as_they_were() -> None:
+    task = small_task(model=Cubed)
+    check_task(
+        task, TrialSettings(), num_steps=4
+    )  # evaluates after the look: statistics of infinity would be no number
+    model = Cubed()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        model(batches(0)[0][0])
+    assert not torch.isfinite(model.norm.running_var).all()  # what the look does, and has to undo
