@@ -418,12 +418,15 @@ class Cubed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.up, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
         nn.init.constant_(self.up.weight, 300.0)
+        self.register_buffer("running_mean", torch.zeros(4))  # of no class that a trial estimates anew
+        self.register_buffer("running_var", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.up(x)
-        return self.head(self.norm(y * y * y))
+        normed = nn.functional.batch_norm(y * y * y, self.running_mean, self.running_var, training=self.training)
+        return self.head(normed)
 
 
 def test_the_look_at_plain_autocast_leaves_running_statistics_as_they_were() -> None:
@@ -434,4 +437,4 @@ def test_the_look_at_plain_autocast_leaves_running_statistics_as_they_were() -> 
     model = Cubed()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
         model(batches(0)[0][0])
-    assert not torch.isfinite(model.norm.running_var).all()  # what the look does, and has to undo
+    assert not torch.isfinite(model.running_var).all()  # what the look does, and has to undo
