@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 
-NO_TIME = 1e-3
-"""Seconds in which no trial is begun: the proof of a search whose time is over runs those that the study holds."""
+NO_TRIALS = ["--n-trials", "1"]
+"""Arguments with which no trial is begun: those that the study holds are proved."""
 
 
 def register(app: typer.Typer) -> None:
@@ -111,12 +111,13 @@ def _search_elsewhere(
 
     study_apart = dataclasses.replace(study, storage=None, study_name=None)
     shared = [*as_arguments(task, study_apart), *total]
-    proof = dataclasses.replace(study_apart, timeout=None if study.timeout is None else NO_TIME)
+    # The workers had the time; the proof has to make none of the trials that it left, and may take as long as it needs.
+    proof, held = dataclasses.replace(study_apart, timeout=None), total if study.timeout is None else NO_TRIALS
     try:
         with interruptible():
             finished = engine.run(
                 shared,
-                [*as_arguments(task, proof), *total, *budget, "--format", format],
+                [*as_arguments(task, proof), *held, *budget, "--format", format],
                 storage=study.storage,
                 study_name=study.study_name,
                 num_workers=workers,
