@@ -107,4 +107,4 @@ def test_a_search_whose_time_is_over_is_proved_with_what_there_is(start: Start, 
     _, stderr = search.communicate(timeout=400)
     assert search.returncode in (0, 3), stderr
     assert load_policy(tmp_path / "run" / "policy.json").recommendation is not None
-    assert 3 <= len(finished(tmp_path)) < TOTAL  # the baselines always run
+    assert 2 <= len(finished(tmp_path)) < TOTAL  # the baselines, FP32 and BF16 autocast, always run
