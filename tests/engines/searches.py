@@ -15,6 +15,7 @@ import optuna
 from recorded_task import RECORD, SECONDS
 
 from autoprec import load_policy
+from autoprec.errors import StudyError
 from autoprec.search.storage import opened
 
 TASK = f"{Path(__file__).with_name('recorded_task.py')}:task"
@@ -98,7 +99,7 @@ def finished(folder: Path) -> list[optuna.trial.FrozenTrial]:
     try:
         with opened(url) as storage:
             trials = optuna.load_study(study_name="on-an-engine", storage=storage).get_trials(deepcopy=False)
-    except KeyError:  # the database is there, and the study not yet
+    except StudyError:  # the database is there, and the study not yet
         return []
     ran = [trial for trial in trials if "outcome" in trial.user_attrs and trial.state.is_finished()]
     return [trial for trial in ran if "cached_from" not in trial.user_attrs]
