@@ -22,6 +22,7 @@ __all__ = [
     "Verdict",
     "VerdictKind",
     "better_but_open",
+    "is_indistinct",
     "judge",
     "reason_to_stop",
     "told_end",
@@ -42,6 +43,8 @@ ENDS: Mapping[EndKind, str] = {
     "aborted": "fell too far behind FP32",
 }
 """What an end is called in a sentence about an arm."""
+INDISTINCT = 1e-3
+"""Share of FP32's gain below which a difference is none: where every run predicts one class a few ties still turn."""
 CANNOT_RUN: frozenset[EndKind] = frozenset({"unsupported", "user_error"})
 """Ends that come again on every seed and with any limit: the arm cannot be used here, which leaves nothing open."""
 
@@ -153,7 +156,8 @@ def _decided(
     kept = [_kept(own, fp32, proof) for own, fp32 in pairs]
     if interval(kept, alpha=proof.alpha_per_look, resolution=metric.resolution).high < 0:
         return told("refuted", f"{metric.name} worse than FP32's by more than {margin}")
-    never_differs = all(own.accuracy == fp32.accuracy for own, fp32 in pairs)
+    values = [(own.accuracy.value, fp32.accuracy.value) for own, fp32 in pairs]  # type: ignore[union-attr]
+    never_differs = is_indistinct(values, learned)
     tests_loss = learned.loss_is_shown and not metric.is_loss
     if tests_loss:
         kept_loss = [_kept_loss(own, fp32, proof) for own, fp32 in pairs]
@@ -168,6 +172,12 @@ def _decided(
     if interval(kept, alpha=level, resolution=metric.resolution).low > 0:
         return told("proved", f"{metric.name} not worse than FP32's by more than {margin}")
     return told("open", f"{len(pairs)} seeds cannot tell")
+
+
+def is_indistinct(pairs: Sequence[tuple[float, float]], learned: Sensitivity) -> bool:
+    """Whether a metric is the same in all pairs, or differs by less than `INDISTINCT` of what FP32 gained."""
+    least = 0.0 if learned.metric is None else INDISTINCT * max(0.0, learned.metric.interval.mean)
+    return all(abs(own - fp32) <= least for own, fp32 in pairs)
 
 
 def _difference(

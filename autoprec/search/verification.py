@@ -21,7 +21,7 @@ from optuna.study import Study
 from autoprec.probes.ranges import ExponentHistogram
 from autoprec.search.arms import AUTOCAST_BF16, AUTOCAST_FP16, FP32
 from autoprec.search.events import Events
-from autoprec.search.judging import Contender, Verdict, better_but_open, judge, reason_to_stop, told_end
+from autoprec.search.judging import Contender, Verdict, better_but_open, is_indistinct, judge, reason_to_stop, told_end
 from autoprec.search.lookahead import Measure, measure_ahead, num_parallel
 from autoprec.search.metric import Metric
 from autoprec.search.proof import Proof
@@ -251,7 +251,7 @@ def _judged(
 
 
 def _never_differs(runs: _Runs, contenders: Sequence[Contender], reference: Contender, metric: Metric) -> bool:
-    """Whether the metric of every arm equals FP32's on every seed, to the last digit: all predict one class.
+    """Whether the metric of every arm hardly differs from FP32's on any seed: all predict one class.
 
     Such a metric tells nothing of any arm, whatever its gain over the start. One that is perfect cannot differ either,
     and longer runs would change nothing.
@@ -259,13 +259,10 @@ def _never_differs(runs: _Runs, contenders: Sequence[Contender], reference: Cont
     own = runs.of(reference)
     arms = [runs.of(c) for c in contenders if c is not reference]
     pairs = [(arm[index].accuracy, own[index].accuracy) for arm in arms for index in arm.keys() & own.keys()]
-    is_perfect = all(fp32 is not None and fp32.value == 1.0 for _, fp32 in pairs)
-    return (
-        not metric.is_loss
-        and bool(pairs)
-        and not is_perfect
-        and all(a is not None and b is not None and a.value == b.value for a, b in pairs)
-    )
+    values = [(first.value, second.value) for first, second in pairs if first is not None and second is not None]
+    if metric.is_loss or not values or len(values) < len(pairs) or all(fp32 == 1.0 for _, fp32 in values):
+        return False
+    return is_indistinct(values, runs.learned(reference, len(own), metric))
 
 
 def _lengthen(runs: _Runs, reference: Contender, stage: Sequence[Contender], *, metric: Metric) -> list[Sensitivity]:
